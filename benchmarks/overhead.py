@@ -110,7 +110,7 @@ def watcher_s(folder: Path, looks: int = 20) -> float:
     from rich.console import Console
 
     from shardwright.cluster.watch.view import screen
-    from shardwright.launch.progress.snapshot import Watched
+    from shardwright.launch.progress.ranks import Watched
 
     watched, console = Watched(folder), Console(width=100, file=StringIO())
     console.print(screen(watched.snapshot(), 100, 40))

@@ -79,5 +79,7 @@ def commands(name: str, command: click.Command, above: click.Context | None) -> 
     )
     yield name, "\n".join(line.rstrip() for line in command.get_help(context).splitlines())
     if isinstance(command, click.Group):
-        for inner in sorted(command.commands):
-            yield from commands(f"{name} {inner}", command.commands[inner], context)
+        for inner in sorted(command.list_commands(context)):
+            found = command.get_command(context, inner)
+            assert found is not None
+            yield from commands(f"{name} {inner}", found, context)

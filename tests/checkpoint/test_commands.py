@@ -185,7 +185,9 @@ def test_a_store_that_refuses_is_named(run, monkeypatch):
 
 
 def test_the_command_that_merges_has_the_choices_of_the_function():
-    [option] = [option for option in cli.commands["checkpoint"].commands["merge"].params if option.name == "what"]
+    [option] = [
+        option for option in cli.get_command(None, "checkpoint").commands["merge"].params if option.name == "what"
+    ]
     assert tuple(option.type.choices) == WHAT
 
 

@@ -17,8 +17,8 @@ from shardwright.launch.hosts.environment import read_environment
 from shardwright.launch.hosts.hosts import Host, Hosts
 from shardwright.launch.hosts.rank_table import RankTable, parse_rank_table
 from shardwright.launch.hosts.table_check import read_rank_table
+from shardwright.launch.options.launch_options import read_table
 from shardwright.launch.options.request import LaunchRequest
-from shardwright.launch.options.table_options import read_table
 
 REFERENCE = Path(__file__).parents[1] / "reference"
 FOUR, EIGHT = "hccl_4p_4567_127.0.0.1.json", "hccl_8p_01234567_127.0.0.1.json"

@@ -10,9 +10,8 @@ from shardwright.launch.carriers.packed import pack, sources
 from shardwright.launch.carriers.ssh import SshCarrier
 from shardwright.launch.hosts.hosts import Host
 from shardwright.launch.joblog.job import create_job_folder
-from shardwright.launch.options.host_options import HostRequest
 from shardwright.launch.options.launch_options import read_options
-from shardwright.launch.options.request import LaunchRequest
+from shardwright.launch.options.request import HostRequest, LaunchRequest
 from shardwright.launch.remote import run_on_hosts
 
 SKEWED, AHEAD_S, HOSTS = sys.argv[1], float(sys.argv[2]), sys.argv[3]

@@ -4,7 +4,7 @@ import json
 import time
 
 from shardwright.launch.joblog.job import JobFolder, JobState
-from shardwright.launch.joblog.live import LiveFiles
+from shardwright.launch.joblog.logs import LiveFiles
 
 LINE = {"steps": 5, "seconds": 5.0, "data_s": 0.5, "samples": 160, "communicating_s": 1.0, "held_bytes": 3_000_000}
 PLAN = {

@@ -1,4 +1,4 @@
-"""The command line. Each command imports what it needs inside the command, so that none waits for torch in vain."""
+"""The command line. A command imports what it needs when it is typed, so that none waits for torch in vain."""
 
 from __future__ import annotations
 
@@ -6,18 +6,6 @@ import sys
 
 import click
 
-# Each hangs its commands on the group.
-from shardwright.cli import (  # noqa: F401
-    beginning,
-    checkpoints,
-    clusters,
-    jobs,
-    launching,
-    machines,
-    planning,
-    tables,
-    training,
-)
 from shardwright.cli.group import cli
 from shardwright.common.system_errors import in_words, is_explained
 from shardwright.errors import ShardwrightError
@@ -26,7 +14,7 @@ __all__ = ["cli", "main"]
 
 
 def main() -> None:
-    """The entry point: our own errors, and what the system refuses, are one message and exit code 2, no traceback."""
+    """Run the command that was typed; our own errors, and what the system refuses, are one message and exit code 2."""
     try:
         cli()
     except ShardwrightError as error:

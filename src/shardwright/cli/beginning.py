@@ -14,7 +14,7 @@ _STARTER = Path(__file__).with_name("starter")
 _SHELLS = ("bash", "zsh", "fish")
 
 
-@cli.command()
+@click.command()
 @click.argument("folder", metavar="[DIR]", default=".", type=click.Path(file_okay=False))
 def init(folder: str) -> None:
     """Write a small project to begin with: a model, its configuration and what trains it.
@@ -50,7 +50,7 @@ def write_starter(target: Path) -> list[Path]:
     return list(sources)
 
 
-@cli.command()
+@click.command()
 @click.argument("shell", type=click.Choice(_SHELLS))
 def completion(shell: str) -> None:
     """Print what has a shell complete commands, options and the files that they take.

@@ -6,10 +6,8 @@ import sys
 
 import click
 
-from shardwright.cli.group import cli
 
-
-@cli.group()
+@click.group()
 def checkpoint() -> None:
     """Look at checkpoints, verify them, and exchange them with others."""
 

@@ -7,11 +7,10 @@ from typing import Any
 
 import click
 
-from shardwright.cli.group import cli
-from shardwright.cli.host_options import HOST, HOSTFILE, PYTHON, TIMEOUT, WDIR
+from shardwright.cli.group import HOST, HOSTFILE, PYTHON, TIMEOUT, WDIR
 
 
-@cli.command()
+@click.command()
 @HOST
 @HOSTFILE
 @PYTHON
@@ -40,7 +39,7 @@ def doctor(
     sys.exit(run(hosts, hostfile, python, connect_timeout_s, as_json, script))
 
 
-@cli.group()
+@click.group()
 def hosts() -> None:
     """Let hosts log in to each other without a password, and prove that they do."""
 
@@ -88,7 +87,7 @@ def check_hosts(hosts: str | None, hostfile: str | None, python: tuple[str, ...]
     sys.exit(run(hosts, hostfile, python, connect_timeout_s))
 
 
-@cli.command(context_settings={"allow_interspersed_args": False})
+@click.command(context_settings={"allow_interspersed_args": False})
 @click.option("-n", "--ranks", metavar="N", help="How many ranks; without it one per slot of the hosts.")
 @HOST
 @HOSTFILE
@@ -115,8 +114,7 @@ def check(
     import os
 
     from shardwright.launch.check import check as lines_of
-    from shardwright.launch.options.host_options import HostRequest
-    from shardwright.launch.options.request import LaunchRequest
+    from shardwright.launch.options.request import HostRequest, LaunchRequest
 
     request = LaunchRequest(
         arguments=command or ("true",), kind="script" if command else "program", ranks=ranks, port=port, log_dir=".",

@@ -6,14 +6,13 @@ import sys
 
 import click
 
-from shardwright.cli.group import cli
-from shardwright.cli.host_options import HOST, HOSTFILE, PYTHON, TIMEOUT
+from shardwright.cli.group import HOST, HOSTFILE, LOG_DIR, PYTHON, TIMEOUT
 
 
-@cli.command()
+@click.command()
 @click.option("-f", "--follow", is_flag=True, help="Go on until the job ends; exit with its code.")
 @click.option("--rank", "ranks", default="0", show_default=True, metavar="all|0,3", help="The ranks to show.")
-@click.option("--log-dir", default="log_output", show_default=True, metavar="DIR", help="Where the jobs' folders are.")
+@LOG_DIR
 @click.argument("job", required=False)
 def logs(job: str | None, follow: bool, ranks: str, log_dir: str) -> None:
     """Show what a job's ranks wrote; without JOB that of the job started last."""
@@ -24,7 +23,7 @@ def logs(job: str | None, follow: bool, ranks: str, log_dir: str) -> None:
     sys.exit(show_logs(Path(log_dir), job, ranks, follow))
 
 
-@cli.command()
+@click.command()
 @click.option(
     "--log-dir", default="log_output", show_default=True, metavar="DIR", help="Where ended jobs' folders are."
 )
@@ -45,7 +44,7 @@ def watch(
     """
     from pathlib import Path
 
-    from shardwright.launch.options.host_options import HostRequest, PerHost
+    from shardwright.launch.options.request import HostRequest, PerHost
 
     named, _ = HostRequest(hosts=hosts, hostfile=hostfile).named(None)
     from shardwright.cluster.watch import command
@@ -55,9 +54,9 @@ def watch(
     sys.exit(command.watch_on(job, named, PerHost.read("--python", python, named), connect_timeout_s))
 
 
-@cli.command()
+@click.command()
 @click.option("--html", metavar="run.html", help="Write a page for a browser, with curves.")
-@click.option("--log-dir", default="log_output", show_default=True, metavar="DIR", help="Where the jobs' folders are.")
+@LOG_DIR
 @click.argument("job", required=False)
 def report(job: str | None, html: str | None, log_dir: str) -> None:
     """Show what a job has done: its steps, loss, times and memory beside what its plan expected, and what happened.
@@ -74,7 +73,7 @@ def report(job: str | None, html: str | None, log_dir: str) -> None:
     write(folder, None if html is None else Path(html))
 
 
-@cli.command()
+@click.command()
 @HOST
 @HOSTFILE
 @PYTHON
@@ -84,7 +83,7 @@ def ps(hosts: str | None, hostfile: str | None, python: tuple[str, ...], connect
 
     With -H those that run on these hosts, wherever they were launched, also where their launcher is gone.
     """
-    from shardwright.launch.options.host_options import HostRequest, PerHost
+    from shardwright.launch.options.request import HostRequest, PerHost
 
     named, _ = HostRequest(hosts=hosts, hostfile=hostfile).named(None)
     if named is None:
@@ -97,7 +96,7 @@ def ps(hosts: str | None, hostfile: str | None, python: tuple[str, ...], connect
     sys.exit(ps_on(named, PerHost.read("--python", python, named), connect_timeout_s))
 
 
-@cli.command()
+@click.command()
 @click.option("--now", is_flag=True, help="Kill the ranks at once.")
 @HOST
 @HOSTFILE
@@ -112,11 +111,11 @@ def stop(
     Its ranks are told to end (TERM) and have the grace with which it was launched; a second call kills them. With -H a
     job that runs on these hosts, wherever it was launched, also where its launcher is gone.
     """
-    from shardwright.launch.options.host_options import HostRequest, PerHost
+    from shardwright.launch.options.request import HostRequest, PerHost
 
     named, _ = HostRequest(hosts=hosts, hostfile=hostfile).named(None)
     if named is None:
-        from shardwright.launch.jobs_stop import stop_job
+        from shardwright.launch.joblog.jobs import stop_job
 
         sys.exit(stop_job(job, now, lambda text: click.echo(f"shardwright: {text}")))
     from shardwright.cluster.jobs.command import stop as stop_on

@@ -10,8 +10,7 @@ from typing import Any
 
 import click
 
-from shardwright.cli.group import RowOf, cli, file_names
-from shardwright.cli.host_options import HOST_SLOTS, HOSTFILE, PYTHON, TIMEOUT, WDIR
+from shardwright.cli.group import HOST_SLOTS, HOSTFILE, LOG_DIR, PYTHON, TIMEOUT, WDIR, RowOf, file_names
 from shardwright.launch.options.other_options import OTHER_OPTIONS
 
 _WORDS = "shardwright.launch.words"
@@ -61,7 +60,7 @@ def _unknown(error: click.NoSuchOption, typed: Sequence[str]) -> click.NoSuchOpt
     return click.NoSuchOption(word, f"No such option: {word}; {others}", error.possibilities, error.ctx)
 
 
-@cli.command(
+@click.command(
     cls=_LaunchCommand,
     context_settings={"allow_interspersed_args": False, "token_normalize_func": lambda name: name.replace("_", "-")},
 )
@@ -72,7 +71,7 @@ def _unknown(error: click.NoSuchOption, typed: Sequence[str]) -> click.NoSuchOpt
 )
 @click.option("--tee", metavar="all|none|0,3", help="The ranks to show on the console.  [default: 0]")
 @click.option("--job", metavar="NAME", help="The job's name; without it the next free number.")
-@click.option("--log-dir", default="log_output", show_default=True, metavar="DIR", help="Where the jobs' folders are.")
+@LOG_DIR
 @click.option("--port", type=int, help="The port where the ranks meet; without it a free one is chosen.")
 @click.option("--devices", metavar="4,5", help="The GPUs to use, as CUDA_VISIBLE_DEVICES.")
 @click.option("--rank-table", metavar="FILE.json", help="The ranks and devices of a rank table, in place of -n.")
@@ -187,12 +186,9 @@ def launch(run: bool, to: str | None, print_sbatch: bool, image: str | None, **w
     The first rank that fails ends the job, and its exit code is the command's. Ctrl-C, TERM, HUP and QUIT are passed on
     and end the job after the grace; a second Ctrl-C kills it at once. USR1 and USR2 are passed on and end nothing.
     """
-    from shardwright.launch.manifests.table import ToPrint, printed
-    from shardwright.launch.options.host_options import HostRequest
     from shardwright.launch.options.launch_options import read_options
-    from shardwright.launch.options.other_words import in_our_words, split_typed, to_be_said
-    from shardwright.launch.options.request import LaunchRequest
-    from shardwright.launch.options.restart_options import RestartOptions
+    from shardwright.launch.options.other_options import in_our_words, split_typed, to_be_said
+    from shardwright.launch.options.request import HostRequest, LaunchRequest, RestartOptions
     from shardwright.launch.start import STARTS
     from shardwright.launch.start import launch as launch_job
 
@@ -213,7 +209,9 @@ def launch(run: bool, to: str | None, print_sbatch: bool, image: str | None, **w
         **words,
     )  # fmt: skip
     if to is not None or print_sbatch:
-        text, notes = printed(to or "slurm", ToPrint(typed, request, image))
+        from shardwright.launch.manifests.table import PrintRequest, printed
+
+        text, notes = printed(to or "slurm", PrintRequest(typed, request, image))
         for note in notes:
             click.echo(f"shardwright: {note}", err=True)
         click.echo(os.fsencode(text), nl=False)  # with file names that are not UTF-8 as they are

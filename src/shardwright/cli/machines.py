@@ -7,11 +7,10 @@ from typing import Any
 
 import click
 
-from shardwright.cli.group import cli
-from shardwright.cli.host_options import HOST_SLOTS, HOSTFILE
+from shardwright.cli.group import HOST_SLOTS, HOSTFILE
 
 
-@cli.command()
+@click.command()
 @click.option("--every", "every_s", default=1.0, show_default=True, metavar="SECONDS", help="Between two looks.")
 @click.option("--count", type=int, metavar="N", help="How many looks; without it until Ctrl-C.")
 @click.option("--json", "as_json", is_flag=True, help="A line of JSON for each device and look.")
@@ -30,7 +29,7 @@ def traffic(devices: tuple[str, ...], every_s: float, count: int | None, as_json
     show(devices, every_s, count, as_json, Path(sysfs))
 
 
-@cli.command()
+@click.command()
 @click.option("-n", "number", metavar="N", help="Ranks to start; under a launcher, iterations as in nccl-tests.")
 @click.option("--ranks", metavar="N", help="How many ranks to start; without it one per visible GPU, or one.")
 @click.option("--iters", type=int, metavar="N", help="Calls that are timed together.  [default: 20]")

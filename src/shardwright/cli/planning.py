@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from shardwright.cli.group import RowOf, cli, file_names
+from shardwright.cli.group import RowOf, file_names
 from shardwright.errors import UsageError
 
 _MODES = RowOf("shardwright.compiler.plan.searches", "MODES")
@@ -27,7 +27,7 @@ class _PlanCommand(click.Command):
         return super().parse_args(ctx, words)
 
 
-@cli.command(cls=_PlanCommand)
+@click.command(cls=_PlanCommand)
 @click.option("--devices", type=int, metavar="N", help="How many; without it those of the mesh or of the loaded plan.")
 @click.option(
     "--hosts", type=int, metavar="N", help="On how many they stand; without it all on one, or as a profile says."
@@ -106,7 +106,7 @@ def plan(
     click.echo(text)
 
 
-@cli.command()
+@click.command()
 @click.option("-n", "--ranks", metavar="N", help="How many ranks; without it one per visible GPU, or one.")
 @click.option("--mode", type=_MODES, default="auto", show_default=True, help="How much the planner decides.")
 @click.option("--mesh", metavar="dp=2,tp=4", help="The ranks as named axes.")

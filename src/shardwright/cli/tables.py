@@ -7,10 +7,8 @@ from typing import Any
 
 import click
 
-from shardwright.cli.group import cli
 
-
-@cli.group()
+@click.group()
 def ranktable() -> None:
     """Rank tables: which device of which server each rank has."""
 

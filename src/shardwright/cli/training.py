@@ -7,10 +7,10 @@ import sys
 
 import click
 
-from shardwright.cli.group import cli, file_names
+from shardwright.cli.group import file_names
 
 
-@cli.group()
+@click.group()
 def data() -> None:
     """Data sets to try things with."""
 
@@ -51,7 +51,7 @@ def ocr(
         click.echo(path)
 
 
-@cli.command()
+@click.command()
 @click.option(
     "--config",
     required=True,

@@ -21,7 +21,7 @@ import torch
 from shardwright.common.pulse import Pulse
 from shardwright.common.step_lines import Steps
 from shardwright.common.torch_private import flight_recorder
-from shardwright.launch.hosts.wire import Wire
+from shardwright.launch.hosts.network import Wire
 
 _PAUSE_S = 0.1
 _RECORDED = 2000  # collectives that the flight recorder keeps

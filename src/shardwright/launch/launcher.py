@@ -26,11 +26,17 @@ from collections.abc import Callable, Iterator, Mapping
 
 from shardwright.common.system_errors import in_words
 from shardwright.errors import LaunchError
-from shardwright.launch.attempt import Attempt, AttemptEnd
+from shardwright.launch.attempt import Attempt, AttemptEnd, RunReport
 from shardwright.launch.carriers.connection import Carrier, Connection, Connections
 from shardwright.launch.hangs.stall import HINT, STALLED_CODE, StallWatch
-from shardwright.launch.hangs.stall_report import group_lines, headline, write_report
-from shardwright.launch.host.processes import become_subreaper, descendants
+from shardwright.launch.host.processes import (
+    ENDING_SIGNALS,
+    KILL_NOW,
+    PASSED_SIGNALS,
+    become_subreaper,
+    descendants,
+    woken_by,
+)
 from shardwright.launch.host.protocol import (
     AskErrors,
     AskStacks,
@@ -57,14 +63,9 @@ from shardwright.launch.host.protocol import (
     SupervisorGone,
     Told,
 )
-from shardwright.launch.host.signals import ENDING_SIGNALS, KILL_NOW, PASSED_SIGNALS, woken_by
-from shardwright.launch.joblog.failure import RankEnd, describe_ranks, signal_name, torchrun_end
-from shardwright.launch.joblog.judge import Judge, rank_end
-from shardwright.launch.joblog.live import LiveFiles
-from shardwright.launch.joblog.logs import RankLogs
-from shardwright.launch.joblog.run_report import RunReport
+from shardwright.launch.joblog.judge import Judge, RankEnd, describe_ranks, rank_end, signal_name, torchrun_end
+from shardwright.launch.joblog.logs import LiveFiles, RankLogs
 from shardwright.launch.progress.lines import doing_of
-from shardwright.launch.supervisor.progress import decode_observations
 
 
 class Launcher:
@@ -74,6 +75,9 @@ class Launcher:
         self.attempt, self.carrier, self.started = attempt, carrier, started
         self.say = attempt.console.say
         self.connections = Connections()
+        if attempt.options.stall_timeout_s is not None:
+            # Now: a package that is replaced while the job runs would not fit what is loaded already.
+            from shardwright.launch.hangs import stall_report  # noqa: F401
         self.stall = StallWatch(attempt.options.stall_timeout_s, hears=not attempt.options.logs_stay)
         self.all_started_s: float | None = None  # by the monotonic clock
         self.unsure_until_s = 0.0  # by the monotonic clock: ranks may still run on a host that is lost
@@ -238,7 +242,7 @@ class Launcher:
             case Left():
                 self._tell(connection, event)
             case Stacks(quiet_s, data):
-                self.stall.answered(connection.name, quiet_s, decode_observations(data))
+                self.stall.answered(connection.name, quiet_s, data)
             case Exited(rank):
                 self.live.became(rank, "ended", code=event.code)
                 tail = self.logs.stderr_tail(rank)
@@ -358,6 +362,8 @@ class Launcher:
             self._stalled()
 
     def _stalled(self) -> None:
+        from shardwright.launch.hangs.stall_report import group_lines, headline, write_report
+
         hang = self.stall.hang(tuple(sorted(self.judge.ends)), self.connections.hosts)
         details = [f"    {line}" for line in group_lines(hang)]
         try:

@@ -10,10 +10,9 @@ from shardwright.launch.carriers.connection import Carrier
 from shardwright.launch.carriers.ssh import SshCarrier
 from shardwright.launch.hosts.hosts import Host, Hosts
 from shardwright.launch.joblog.job import JobFolder
-from shardwright.launch.options.host_options import RemoteOptions
 from shardwright.launch.options.launch_options import LaunchOptions, read_tee
-from shardwright.launch.options.restart_options import RestartOptions
-from shardwright.launch.restarts import Say, run_job
+from shardwright.launch.options.request import RemoteOptions, RestartOptions
+from shardwright.launch.restarts import Notify, run_job
 
 MakeCarrier = Callable[[LaunchOptions, RemoteOptions], SshCarrier]
 
@@ -41,7 +40,7 @@ class RemoteAttempts:
         self.ranks = 0  # of the first attempt
         self.last: tuple[str, ...] = ()  # the hosts of the last one
 
-    def __call__(self, restarts: RestartOptions, say: Say) -> tuple[LaunchOptions, Carrier]:
+    def __call__(self, restarts: RestartOptions, notify: Notify) -> tuple[LaunchOptions, Carrier]:
         options = replace(self.options, restarts=restarts)
         if restarts.count == 0:
             carrier = self.make_carrier(options, self.remote)
@@ -55,7 +54,7 @@ class RemoteAttempts:
                 raise
             self.last = _names(carrier)
             return replace(options, ranks=self.ranks, shown=shown), carrier
-        carrier = self._on_what_is_left(options, say) if restarts.elastic else self._on_all(options)
+        carrier = self._on_what_is_left(options, notify) if restarts.elastic else self._on_all(options)
         self.last = _names(carrier)
         shown = read_tee(self.remote.tee, self.ranks) & frozenset(range(carrier.ranks))
         return replace(options, ranks=carrier.ranks, shown=shown), carrier
@@ -73,7 +72,7 @@ class RemoteAttempts:
             ) from None
         return carrier
 
-    def _on_what_is_left(self, options: LaunchOptions, say: Say) -> SshCarrier:
+    def _on_what_is_left(self, options: LaunchOptions, notify: Notify) -> SshCarrier:
         """The carrier of the hosts that can be used; those left may be lost in the meantime, too."""
         left, lost = self.hosts.hosts, dict[str, list[str]]()
         while True:
@@ -96,7 +95,7 @@ class RemoteAttempts:
                 continue
             if (names := _names(carrier)) != self.last:
                 without = f", without{_listed(lost)}" if lost else ""
-                say(f"the job goes on with {ranks} ranks on {', '.join(names)}{without}")
+                notify(f"the job goes on with {ranks} ranks on {', '.join(names)}{without}")
             return carrier
 
     def _ranks_on(self, hosts: tuple[Host, ...]) -> int:

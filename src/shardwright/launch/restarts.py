@@ -20,25 +20,25 @@ from dataclasses import replace
 from types import FrameType
 
 from shardwright.errors import LaunchError, UsageError
-from shardwright.launch.attempt import Attempt, AttemptEnd
+from shardwright.launch.attempt import Attempt, AttemptEnd, EndedAttempt
 from shardwright.launch.carriers.connection import Carrier
 from shardwright.launch.console import Console
-from shardwright.launch.host.signals import ENDING_SIGNALS, KILL_NOW, PASSED_SIGNALS, woken_by
-from shardwright.launch.joblog.failure import signal_name
+from shardwright.launch.host.processes import ENDING_SIGNALS, KILL_NOW, PASSED_SIGNALS, woken_by
 from shardwright.launch.joblog.job import FAILED, INTERRUPTED, JobFolder
 from shardwright.launch.joblog.jobs import RESTARTING, RUNNING, JobRecord, known_jobs
-from shardwright.launch.joblog.run_report import EndedAttempt
+from shardwright.launch.joblog.judge import signal_name
 from shardwright.launch.launcher import Launcher
 from shardwright.launch.options.launch_options import LaunchOptions
-from shardwright.launch.options.restart_options import RestartOptions
+from shardwright.launch.options.request import RestartOptions
 
 PAUSE_S = 1.0
 LONGEST_PAUSE_S = 8.0
 _AT_ONCE_S = 2.0  # after all ranks had started
 
-Say = Callable[[str], None]
+Notify = Callable[[str], None]
+"""Shows a message of the launcher's own to the person at the console."""
 Wait = Callable[[float], None]
-Prepare = Callable[[RestartOptions, Say], tuple[LaunchOptions, Carrier]]
+Prepare = Callable[[RestartOptions, Notify], tuple[LaunchOptions, Carrier]]
 """Makes the carrier of an attempt, and tells the options as it is known then what ranks there are.
 
 What it says is about a restart. Raises `UsageError` or `LaunchError` where the attempt cannot be made.

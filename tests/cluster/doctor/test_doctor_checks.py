@@ -14,7 +14,7 @@ from shardwright.cluster.doctor.checks import CHECKS
 from shardwright.cluster.doctor.checks.gpus import DRIVER_CUDA, newest_cuda
 from shardwright.cluster.doctor.finding import Severity, examine
 from shardwright.cluster.doctor.reading import Ran
-from shardwright.launch.options.mpirun import find_mpirun
+from shardwright.launch.options.carrier_facts import find_mpirun
 
 IB, NET, CPU = "/sys/class/infiniband/mlx5_0/ports/1", "/sys/class/net", "/sys/devices/system/cpu/cpu0/cpufreq"
 OK, NOTE, UNKNOWN, WARNING, PROBLEM = Severity

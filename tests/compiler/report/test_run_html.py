@@ -9,7 +9,7 @@ from browser import opened
 from shardwright.compiler.report.runs.document import document_of, history, whole_run
 from shardwright.compiler.report.runs.html import save_html
 from shardwright.errors import UsageError
-from shardwright.launch.progress.snapshot import Watched
+from shardwright.launch.progress.ranks import Watched
 from told_jobs import PLAN, job, tell
 
 

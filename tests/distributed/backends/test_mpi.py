@@ -211,7 +211,7 @@ def test_what_is_missing_is_named(monkeypatch, tmp_path):
     from shardwright.distributed.backends import mpi
     from shardwright.errors import LaunchError, WorldError
     from shardwright.launch.hosts.environment import LaunchEnvironment
-    from shardwright.launch.options import mpirun
+    from shardwright.launch.options import carrier_facts
 
     told = LaunchEnvironment(launcher="torchrun", rank=0, size=2)
     for name in mpi._MARKERS:
@@ -225,13 +225,13 @@ def test_what_is_missing_is_named(monkeypatch, tmp_path):
         mpi.prepare(told)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     with pytest.raises(LaunchError, match=r"there is no mpirun beside .* type pip install 'shardwright\[mpi\]'"):
-        mpirun.find_mpirun({"PATH": str(tmp_path)})
+        carrier_facts.find_mpirun({"PATH": str(tmp_path)})
     other = tmp_path / "mpirun"
     other.write_text("#!/bin/sh\necho HYDRA build details:\n")
     other.chmod(0o755)
     with pytest.raises(LaunchError, match=r"understands Open MPI's mpirun, but .* answers: HYDRA build details:"):
-        mpirun.find_mpirun({"PATH": ""})
-    assert mpirun.mpirun_command("mpirun", 3, [("pml", "ob1")], root=False) == (
+        carrier_facts.find_mpirun({"PATH": ""})
+    assert carrier_facts.mpirun_command("mpirun", 3, [("pml", "ob1")], root=False) == (
         "mpirun", "--host", "localhost:3", "-n", "3", "--bind-to", "none", "--mca", "pml", "ob1",
     )  # fmt: skip
 

@@ -4,8 +4,7 @@ import pytest
 
 from shardwright.errors import UsageError
 from shardwright.launch.check import check
-from shardwright.launch.options.host_options import HostRequest
-from shardwright.launch.options.request import LaunchRequest
+from shardwright.launch.options.request import HostRequest, LaunchRequest
 
 
 def test_a_job_on_this_host_is_for_doctor():

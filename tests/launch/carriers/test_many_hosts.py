@@ -138,7 +138,7 @@ def test_a_job_in_the_background(job):
 AGAIN = """
     import os
     from dataclasses import replace
-    from shardwright.launch.options.host_options import HostRequest
+    from shardwright.launch.options.request import HostRequest
     from shardwright.launch.joblog.job import create_job_folder
     from shardwright.launch.attempt import Attempt
     from shardwright.launch.console import Console

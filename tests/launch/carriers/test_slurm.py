@@ -16,8 +16,8 @@ from many_hosts import ManyHosts
 from shardwright.launch.carriers.srun import SrunCarrier
 from shardwright.launch.host.program import Program
 from shardwright.launch.hosts.hosts import Hosts
-from shardwright.launch.options.host_options import PerHost, RemoteOptions
 from shardwright.launch.options.launch_options import LaunchOptions
+from shardwright.launch.options.request import PerHost, RemoteOptions
 from slurm import slurm
 
 SUM = """

@@ -7,10 +7,9 @@ import pytest
 
 from shardwright.common.pulse import PulseFile, open_pulse, site
 from shardwright.distributed.following import Follower, recorded
-from shardwright.launch.hangs.places import place_of
 from shardwright.launch.hangs.stacks import Frame, Observation, Target, observe
 from shardwright.launch.hangs.stall_report import report_text
-from shardwright.launch.hangs.stall_verdict import Hang
+from shardwright.launch.hangs.stall_verdict import Hang, place_of
 
 LOADING = (Frame("/w/train.py", 8, "load"),)
 

@@ -12,15 +12,21 @@ import pytest
 
 from shardwright.common.pulse import PulseFile, Reading, open_pulse
 from shardwright.errors import UsageError
-from shardwright.launch.hangs.places import place_of
-from shardwright.launch.hangs.stacks import Frame, Observation, read_faulthandler, read_py_spy
+from shardwright.launch.hangs.stacks import (
+    Frame,
+    Observation,
+    decode_observations,
+    encode_observations,
+    read_faulthandler,
+    read_py_spy,
+)
 from shardwright.launch.hangs.stall import StallWatch
 from shardwright.launch.hangs.stall_report import group_lines, headline, report_text, write_report
-from shardwright.launch.hangs.stall_verdict import Hang
+from shardwright.launch.hangs.stall_verdict import Hang, place_of
 from shardwright.launch.options.launch_options import read_options
 from shardwright.launch.options.request import LaunchRequest
 from shardwright.launch.options.variables import read_variables
-from shardwright.launch.supervisor.progress import Progress, decode_observations, encode_observations
+from shardwright.launch.supervisor.progress import Progress
 
 TORCH = "/env/lib/python3.11/site-packages/torch"
 C10D = TORCH + "/distributed/distributed_c10d.py"
@@ -81,7 +87,7 @@ def inside(operation="all_reduce", step=41, what="linear of layers.3", position=
         ),
         (seen(frames=stack(("<program of rank 0 7f>", 37, "step")), pulse=inside(operation="")), "known",
          "in the forward of step 41 (line 37 of its program)"),
-        (seen(frames=stack(("/src/shardwright/run/meeting.py", 5, "roll_call"), ("/w/shardwright/my.py", 2, "go"))),
+        (seen(frames=stack(("/shardwright/distributed/meeting.py", 5, "roll_call"), ("/w/shardwright/my.py", 2, "go"))),
          "known", "in roll_call of shardwright (called at my.py:2 in go)"),
         (seen(frames=stack(("<frozen importlib._bootstrap>", 5, "_load"), ("/w/t.py", 1, "<module>"))), "known",
          "in an import (called at t.py:1)"),
@@ -277,14 +283,14 @@ def test_a_stall_is_asked_about_and_forgotten_when_a_host_has_heard_of_its_ranks
     now[0] += 1
     assert watch.should_ask()
     watch.ask({"a": None, "b": 5.0})
-    watch.answered("a", 8.1, [seen(0)])
+    watch.answered("a", 8.1, encode_observations([seen(0)]))
     assert not watch.is_stalled()
-    watch.answered("b", 0.5, [seen(1)])
+    watch.answered("b", 0.5, encode_observations([seen(1)]))
     assert not watch.is_stalled(), "b has heard of its ranks: the line was slow"
     now[0] += 8
     assert watch.should_ask()
     watch.ask({"a": None, "b": 5.0})
-    watch.answered("a", 8.1, [seen(0)])
+    watch.answered("a", 8.1, encode_observations([seen(0)]))
     now[0] += 60
     assert watch.is_stalled(), "b never answers"
     assert (watch.observations, watch.silent_hosts) == ([seen(0)], ["b"])

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.launch.supervisor import binding
+from shardwright.launch.supervisor import rank_start
 
 CORES = len(os.sched_getaffinity(0))
 SCRIPT = "import os; print(sorted(os.sched_getaffinity(0)))\n"
@@ -14,7 +14,7 @@ SCRIPT = "import os; print(sorted(os.sched_getaffinity(0)))\n"
 
 @given(cores=st.integers(1, 40), ranks=st.integers(1, 80))
 def test_ranks_share_evenly_or_not_at_all(cores, ranks):
-    shares = [binding.share(list(range(cores)), rank, ranks) for rank in range(ranks)]
+    shares = [rank_start.share(list(range(cores)), rank, ranks) for rank in range(ranks)]
     assert len({len(mine) for mine in shares}) == 1
     load = [sum(core in mine for mine in shares) for core in range(cores)]
     if ranks <= cores:
@@ -33,9 +33,9 @@ def test_threads_of_one_core_stay_together(tmp_path, monkeypatch):
         folder.mkdir(parents=True)
         (folder / "physical_package_id").write_text(f"{package}\n")
         (folder / "core_id").write_text(f"{core}\n")
-    monkeypatch.setattr(binding, "_TOPOLOGY", tmp_path)
-    assert binding.in_order(set(range(8))) == [0, 4, 1, 5, 2, 6, 3, 7]
-    assert binding.in_order({9, 8}) == [8, 9]  # whose topology is unknown
+    monkeypatch.setattr(rank_start, "_TOPOLOGY", tmp_path)
+    assert rank_start.in_order(set(range(8))) == [0, 4, 1, 5, 2, 6, 3, 7]
+    assert rank_start.in_order({9, 8}) == [8, 9]  # whose topology is unknown
 
 
 @pytest.mark.skipif(CORES < 2, reason="one core cannot be shared")
@@ -76,7 +76,7 @@ def recorded(tmp_path):
 
 
 def shares(recorded, ranks, **environment):
-    return [binding.near_gpu(range(32), rank, ranks, environment, recorded) for rank in range(ranks)]
+    return [rank_start.near_gpu(range(32), rank, ranks, environment, recorded) for rank in range(ranks)]
 
 
 def test_a_rank_has_its_share_of_the_cores_near_its_gpu(recorded):
@@ -103,4 +103,4 @@ def test_gpus_of_several_models_are_numbered_by_speed_unless_by_bus(recorded):
 
 def test_ranks_on_gpus_are_bound_nowhere_without_the_files(monkeypatch):
     monkeypatch.setattr(os, "sched_setaffinity", lambda *_: pytest.fail("bound"))
-    binding.bind({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, gpus=2)
+    rank_start.bind({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, gpus=2)

@@ -4,15 +4,15 @@ import pytest
 
 from shardwright.errors import LaunchError, UsageError
 from shardwright.launch.carriers import agent
+from shardwright.launch.carriers.agent_connection import compare, why_no_answer
 from shardwright.launch.carriers.ssh import portable_environment
-from shardwright.launch.carriers.ssh_errors import compare, why_no_answer
 from shardwright.launch.host.protocol import Output
 from shardwright.launch.hosts.hosts import Host, Hosts
 from shardwright.launch.hosts.interfaces import Address, choose, infiniband_ports
 from shardwright.launch.hosts.placement import Placement
 from shardwright.launch.hosts.rank_table import RankTable, Server, TableDevice
 from shardwright.launch.options.carrier_facts import SSH, UNSAID, carrier_facts
-from shardwright.launch.options.host_options import HostRequest, PerHost, RemoteOptions, ThisHost, hosts_of_allocation
+from shardwright.launch.options.request import HostRequest, PerHost, RemoteOptions, ThisHost, hosts_of_allocation
 
 
 @pytest.mark.parametrize(

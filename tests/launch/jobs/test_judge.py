@@ -5,9 +5,8 @@ import signal
 import pytest
 
 from shardwright.launch.host.protocol import Exited
-from shardwright.launch.joblog.failure import RankEnd
 from shardwright.launch.joblog.job import FAILED, INTERRUPTED, SUCCEEDED
-from shardwright.launch.joblog.judge import Judge, Outcome, rank_end
+from shardwright.launch.joblog.judge import Judge, Outcome, RankEnd, rank_end
 
 HOSTS = {0: "host0", 1: "host1"}
 ECHO = b"RuntimeError: Connection closed by peer\n"

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from launching import COMMAND
-from shardwright.launch.joblog.failure import RankEnd
+from shardwright.launch.joblog.judge import RankEnd
 
 KILLED = """
     import multiprocessing.util, os, sys, time

@@ -12,7 +12,7 @@ import pytest
 from launching import COMMAND
 from ranks import given_port
 from shardwright.launch.host.program import Program
-from shardwright.launch.joblog.failure import read_error_file
+from shardwright.launch.joblog.judge import read_error_file
 from shardwright.launch.supervisor import zygote
 
 REPORT = """

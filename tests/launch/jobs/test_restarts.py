@@ -22,9 +22,8 @@ from shardwright.launch.host.program import Program
 from shardwright.launch.hosts.hosts import Hosts
 from shardwright.launch.hosts.placement import Placement
 from shardwright.launch.options.carrier_facts import TORCHRUN
-from shardwright.launch.options.host_options import PerHost, RemoteOptions
 from shardwright.launch.options.launch_options import LaunchOptions
-from shardwright.launch.options.restart_options import RestartOptions
+from shardwright.launch.options.request import PerHost, RemoteOptions, RestartOptions
 from shardwright.launch.remote import RemoteAttempts
 
 PYTHON = ["--", sys.executable]

@@ -8,8 +8,7 @@ import pytest
 from shardwright.launch.host.agent_protocol import AGENT_EVENTS, AGENT_ORDERS, Check, TooOld
 from shardwright.launch.host.program import Program
 from shardwright.launch.host.protocol import CarrierSaid, Ended, Exited, KeptAt, Kill, Output, OutputTail, Start
-from shardwright.launch.host.stream import Decoder, encode
-from shardwright.launch.host.writer import Writer
+from shardwright.launch.host.stream import Decoder, Writer, encode
 
 
 def test_messages_survive_any_cut():

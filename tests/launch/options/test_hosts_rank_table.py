@@ -13,7 +13,7 @@ from launching import COMMAND
 from shardwright.errors import UsageError
 from shardwright.launch.hosts.hosts import Hosts
 from shardwright.launch.hosts.rank_table import RankTable
-from shardwright.launch.options.table_options import table_gpus
+from shardwright.launch.options.launch_options import table_gpus
 
 SHOW = 'echo "$RANK $LOCAL_RANK $WORLD_SIZE | $RANK_TABLE_FILE $RANK_ID $RANK_SIZE $DEVICE_ID $DEVICE_NUM"'
 
@@ -75,9 +75,9 @@ def test_the_devices_of_a_table_are_the_gpus_that_the_ranks_see(monkeypatch):
     by_rank = {0: {"DEVICE_ID": "5"}, 1: {"DEVICE_ID": "4"}}
     assert table_gpus(by_rank, {"CUDA_VISIBLE_DEVICES": "4,5,6"}) == "5,4"
     assert table_gpus(by_rank, {"CUDA_VISIBLE_DEVICES": ""}) is None
-    monkeypatch.setattr("shardwright.launch.options.table_options.count_gpus", lambda _: 8)
+    monkeypatch.setattr("shardwright.launch.options.launch_options.count_gpus", lambda _: 8)
     assert table_gpus(by_rank, {}) == "5,4"
-    monkeypatch.setattr("shardwright.launch.options.table_options.count_gpus", lambda _: 5)
+    monkeypatch.setattr("shardwright.launch.options.launch_options.count_gpus", lambda _: 5)
     with pytest.raises(
         UsageError, match="gives out the devices 5, but this host has the GPUs 0 to 4; to run on its CPUs"
     ):

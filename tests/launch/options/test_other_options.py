@@ -93,7 +93,7 @@ ONE = "one command starts the ranks of all hosts; type once, on any of them"
     ],
 )  # fmt: skip
 def test_a_command_for_each_host_is_answered_by_one_for_all(asked, monkeypatch, line, said, command):
-    monkeypatch.setattr("shardwright.launch.options.other_words.is_this_host", lambda name: False)
+    monkeypatch.setattr("shardwright.launch.options.other_options.is_this_host", lambda name: False)
     assert asked(line) == f"{said}:\n  shardwright launch {command}"
 
 
@@ -159,7 +159,7 @@ def test_a_word_that_nobody_knows_is_named_whole(asked, tmp_path):
 
 
 def test_every_option_of_torchrun_is_known():
-    ours = {name for parameter in cli.commands["launch"].params for name in parameter.opts}
+    ours = {name for parameter in cli.get_command(None, "launch").params for name in parameter.opts}
     typed = [name for action in get_args_parser()._actions for name in action.option_strings]
     assert not {name for name in typed if name.replace("_", "-") not in {*ours, "-h", "--help"}}
 

@@ -11,7 +11,7 @@ from shardwright.launch.host.folders import remove_folder
 from shardwright.launch.host.protocol import KeptAt
 from shardwright.launch.host.stage import Stage, StagedFiles
 from shardwright.launch.host.stream import Decoder
-from shardwright.launch.joblog.log_retention import KeptLogs
+from shardwright.launch.joblog.logs import KeptLogs
 
 
 def deliver(stage, scratch, pieces=None):

@@ -15,10 +15,10 @@ from shardwright.cluster.watch import on_host as of_watch
 from shardwright.cluster.watch.report import report
 from shardwright.common import private_folder
 from shardwright.launch.carriers.packed import sources
-from shardwright.launch.joblog.failure import read_error_file
 from shardwright.launch.joblog.job import JobFolder, JobState, find_job
 from shardwright.launch.joblog.jobs import JobRecord, known_jobs, make_private
-from shardwright.launch.progress.snapshot import Watched
+from shardwright.launch.joblog.judge import read_error_file
+from shardwright.launch.progress.ranks import Watched
 from told_jobs import LINE, PLAN, job, tell
 
 OTHERS = (None, True, "x", -1, 1.5, 10**40, float("nan"), [], {})

@@ -20,9 +20,9 @@ from shardwright.launch.host.program import Program
 from shardwright.launch.host.protocol import Start
 from shardwright.launch.hosts.hosts import Host
 from shardwright.launch.joblog.job import JobFolder
-from shardwright.launch.joblog.live import LiveFiles
+from shardwright.launch.joblog.logs import LiveFiles
 from shardwright.launch.progress.lines import GrowingFile
-from shardwright.launch.progress.snapshot import Snapshot, Watched
+from shardwright.launch.progress.ranks import Snapshot, Watched
 from shardwright.launch.supervisor.rank_start import check_open_files, open_steps
 from told_jobs import PLAN, job, tell
 

@@ -85,9 +85,8 @@ def _launch(options: BenchOptions, ranks: str | None) -> int:
 
 def _launch_on(options: BenchOptions, ranks: str | None, hosts: str | None, hostfile: str | None) -> int:
     """Measure on hosts, whose ranks say by their exit code how it went: a file of theirs need not be here."""
-    from shardwright.launch.options.host_options import HostRequest
     from shardwright.launch.options.launch_options import read_options
-    from shardwright.launch.options.request import LaunchRequest
+    from shardwright.launch.options.request import HostRequest, LaunchRequest
     from shardwright.launch.start import launch
 
     module = ["shardwright.cluster.bench.rank", "", json.dumps(asdict(options))]

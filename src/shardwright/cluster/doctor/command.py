@@ -17,7 +17,7 @@ from shardwright.cluster.doctor.reading import Reading
 from shardwright.cluster.doctor.table import fix_script, merge, show, to_json
 from shardwright.errors import UsageError
 from shardwright.launch.hosts.hosts import Host, Hosts
-from shardwright.launch.options.host_options import HostRequest, PerHost
+from shardwright.launch.options.request import HostRequest, PerHost
 
 
 def doctor(

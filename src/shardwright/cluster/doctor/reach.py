@@ -21,7 +21,7 @@ from shardwright.cluster.doctor import probe
 from shardwright.cluster.doctor.reading import Ran, Reading, Unreadable
 from shardwright.cluster.programs.connection import Probe, Silent
 from shardwright.launch.hosts.hosts import Host, Hosts
-from shardwright.launch.options.host_options import PerHost
+from shardwright.launch.options.request import PerHost
 
 _LOOKS_AT_CLOCK = 3
 MOST_PAIRED = 12

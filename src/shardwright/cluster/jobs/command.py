@@ -15,7 +15,7 @@ from shardwright.cluster.jobs.found import FoundJob, find, lines_of, put_togethe
 from shardwright.cluster.programs.connection import Probe, Silent, open_all
 from shardwright.errors import LaunchError
 from shardwright.launch.hosts.hosts import Hosts
-from shardwright.launch.options.host_options import PerHost
+from shardwright.launch.options.request import PerHost
 
 _GRACE_S = 10.0  # of processes that nobody watches
 _LAUNCHER_S = 40.0  # beyond the grace of a job: the kernel may need long to end a large process

@@ -21,10 +21,17 @@ from typing import Any
 
 from shardwright.cluster.programs.answering import answer_orders
 from shardwright.launch.carriers.packed import BOOT
-from shardwright.launch.host.processes import job_marks, kill_all, parent, send_signal, start_ticks, variable
-from shardwright.launch.host.signals import ASK_LAUNCHER, KILL_NOW
-from shardwright.launch.joblog.jobs import known_jobs
-from shardwright.launch.jobs_stop import tell_launcher
+from shardwright.launch.host.processes import (
+    ASK_LAUNCHER,
+    KILL_NOW,
+    job_marks,
+    kill_all,
+    parent,
+    send_signal,
+    start_ticks,
+    variable,
+)
+from shardwright.launch.joblog.jobs import known_jobs, tell_launcher
 
 _MARK = re.compile(r"(.+-[0-9a-f]{16})(?:/\d+)?")
 _KILL_S = 8.0

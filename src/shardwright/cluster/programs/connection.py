@@ -17,12 +17,12 @@ from functools import cache
 from typing import Any
 
 from shardwright.errors import LaunchError
+from shardwright.launch.carriers.agent_connection import why_no_answer
 from shardwright.launch.carriers.packed import BOOT, pack, sources
 from shardwright.launch.carriers.ssh import login_command
-from shardwright.launch.carriers.ssh_errors import why_no_answer
 from shardwright.launch.host.agent_protocol import Answer, TooOld
 from shardwright.launch.hosts.hosts import Host, Hosts, is_this_host
-from shardwright.launch.options.host_options import PerHost
+from shardwright.launch.options.request import PerHost
 from shardwright.launch.progress_notes import waiting_for
 
 _ANSWER_S = 15.0

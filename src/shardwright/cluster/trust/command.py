@@ -17,7 +17,7 @@ from shardwright.cluster.trust.host_keys import known_lines
 from shardwright.cluster.trust.plan import Lacking, Look, authorized_line, plan
 from shardwright.errors import LaunchError, UsageError
 from shardwright.launch.hosts.hosts import Host, Hosts
-from shardwright.launch.options.host_options import HostRequest, PerHost
+from shardwright.launch.options.request import HostRequest, PerHost
 
 Opened = Mapping[str, Probe]
 

@@ -21,8 +21,8 @@ from shardwright.errors import LaunchError, UsageError
 from shardwright.launch.hosts.hosts import Hosts
 from shardwright.launch.joblog.job import find_job as find_in_folder
 from shardwright.launch.joblog.jobs import LOST, known_jobs, show_jobs
-from shardwright.launch.options.host_options import PerHost
-from shardwright.launch.progress.snapshot import Snapshot, Watched
+from shardwright.launch.options.request import PerHost
+from shardwright.launch.progress.ranks import Snapshot, Watched
 
 Look = Callable[[], Snapshot]
 _LOOK_S = 1.0

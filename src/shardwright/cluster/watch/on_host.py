@@ -13,7 +13,7 @@ from typing import Any
 
 from shardwright.cluster.programs.answering import answer_orders
 from shardwright.launch.joblog.jobs import known_jobs
-from shardwright.launch.progress.snapshot import Watched
+from shardwright.launch.progress.ranks import Watched
 
 
 @cache

@@ -13,7 +13,7 @@ from shardwright.cluster.watch.view import screen
 from shardwright.compiler.report.runs.document import document_of, history, whole_run
 from shardwright.compiler.report.runs.html import save_html
 from shardwright.launch.joblog.job import JobFolder
-from shardwright.launch.progress.snapshot import Watched
+from shardwright.launch.progress.ranks import Watched
 
 _WIDTH = 120  # where the output is no terminal
 _MOST_RANKS = 64

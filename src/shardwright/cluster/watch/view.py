@@ -11,9 +11,9 @@ from rich.text import Text
 
 from shardwright.cluster.doctor.reading import plain
 from shardwright.common.words import in_bytes, in_time, on_a_clock
+from shardwright.launch.joblog.job import RUNNING
 from shardwright.launch.progress.lines import StepLine
-from shardwright.launch.progress.ranks import RUNNING, RankSeen
-from shardwright.launch.progress.snapshot import Snapshot
+from shardwright.launch.progress.ranks import RankSeen, Snapshot
 
 _WIDE, _HOSTS = 100, 76  # columns of a terminal, from which on names are whole, and hosts and reasons are shown
 _LOG_LINES, _FEWEST_RANKS = 8, 3

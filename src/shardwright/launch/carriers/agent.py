@@ -42,7 +42,15 @@ from shardwright.launch.host.agent_protocol import (
     Staging,
 )
 from shardwright.launch.host.folders import remove_folder
-from shardwright.launch.host.processes import become_subreaper, descendants, kill_all, marked
+from shardwright.launch.host.processes import (
+    ASK_LAUNCHER,
+    KILL_NOW,
+    become_subreaper,
+    descendants,
+    kill_all,
+    marked,
+    woken_by,
+)
 from shardwright.launch.host.protocol import (
     EVENTS,
     Beat,
@@ -60,13 +68,11 @@ from shardwright.launch.host.protocol import (
     Start,
     SupervisorGone,
 )
-from shardwright.launch.host.signals import ASK_LAUNCHER, KILL_NOW, woken_by
 from shardwright.launch.host.stage import StagedFiles
-from shardwright.launch.host.stream import Decoder, encode, take_stdio
-from shardwright.launch.host.writer import Writer
+from shardwright.launch.host.stream import Decoder, Writer, encode, take_stdio
 from shardwright.launch.hosts import interfaces
 from shardwright.launch.hosts.port import PortLease
-from shardwright.launch.joblog.log_retention import KeptLogs
+from shardwright.launch.joblog.logs import KeptLogs
 from shardwright.launch.supervisor import preflight
 
 _CHUNK_BYTES = 1 << 18

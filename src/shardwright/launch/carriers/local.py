@@ -17,14 +17,19 @@ from typing import Any
 
 from shardwright.common import package
 from shardwright.common.pulse import JOB_VARIABLE
-from shardwright.launch.carriers.connection import Carrier, Connection
-from shardwright.launch.carriers.rank_environment import default_environment, inherited_environment, rank_variables
+from shardwright.launch.carriers.connection import (
+    Carrier,
+    Connection,
+    default_environment,
+    inherited_environment,
+    rank_variables,
+)
 from shardwright.launch.host.processes import descendants, kill_all, marked
 from shardwright.launch.host.protocol import EVENTS, Event, Start
 from shardwright.launch.host.stream import Decoder
 from shardwright.launch.hosts.port import PortLease
-from shardwright.launch.joblog.failure import signal_name
 from shardwright.launch.joblog.job import JobFolder
+from shardwright.launch.joblog.judge import signal_name
 from shardwright.launch.options.launch_options import LaunchOptions
 
 # The supervisor's sys.path is that of `python script.py` without the script's folder: no file of the user's can shadow

@@ -24,9 +24,8 @@ from shardwright.launch.host.agent_protocol import TooOld
 from shardwright.launch.hosts.hosts import Host, Hosts
 from shardwright.launch.hosts.table_check import read_rank_table
 from shardwright.launch.options.carrier_facts import SRUN
-from shardwright.launch.options.host_options import read_count
 from shardwright.launch.options.launch_options import check_numbers
-from shardwright.launch.options.request import LaunchRequest
+from shardwright.launch.options.request import LaunchRequest, read_count
 
 # Without a terminal srun would hold back what does not end with a line's end: -u has it pass everything on at once.
 _SRUN = (

@@ -30,11 +30,15 @@ from typing import Any
 from shardwright.common.pulse import JOB_VARIABLE
 from shardwright.common.words import in_bytes
 from shardwright.errors import LaunchError
-from shardwright.launch.carriers.agent_connection import AgentConnection
-from shardwright.launch.carriers.connection import Carrier, Connection
+from shardwright.launch.carriers.agent_connection import AgentConnection, compare, why_no_answer
+from shardwright.launch.carriers.connection import (
+    Carrier,
+    Connection,
+    default_environment,
+    inherited_environment,
+    rank_variables,
+)
 from shardwright.launch.carriers.packed import BOOT, pack, sources
-from shardwright.launch.carriers.rank_environment import default_environment, inherited_environment, rank_variables
-from shardwright.launch.carriers.ssh_errors import compare, why_no_answer
 from shardwright.launch.host.agent_protocol import Answer, Check, Checked, Hello, Reach, Reached
 from shardwright.launch.host.protocol import KeptAt, Start
 from shardwright.launch.host.stream import encode
@@ -42,8 +46,8 @@ from shardwright.launch.hosts import interfaces
 from shardwright.launch.hosts.hosts import Host, Hosts, is_this_host
 from shardwright.launch.hosts.placement import Placement
 from shardwright.launch.joblog.job import JobFolder
-from shardwright.launch.options.host_options import RemoteOptions
 from shardwright.launch.options.launch_options import LaunchOptions
+from shardwright.launch.options.request import RemoteOptions
 from shardwright.launch.progress_notes import Work, waiting_for
 
 _ANSWER_S = 15.0  # beyond the time to connect: a Python may be on a slow file system

@@ -28,6 +28,7 @@ _ANSWER_S = 3.0  # for a rank's own faulthandler, which needs none of Python's l
 _TICK_S = 0.05
 _WINDOW_S = 0.3  # over which processor time is looked at
 _STACKS_BYTES = 1 << 16
+_LARGEST_ANSWER_BYTES = 1 << 22
 _THREADS, _FRAMES, _TEXT, _RECORDED_LINES = 32, 64, 300, 64
 
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):")
@@ -79,15 +80,26 @@ class Observation:
     below: tuple[str, ...] = ()  # processes that it started: name, pid, state
     recorded: tuple[str, ...] = ()  # by torch, of its collectives on a GPU
 
-    def to_message(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> Observation:
         stacks = tuple(tuple(Frame(**frame) for frame in stack) for stack in message["stacks"])
         pulse = None if message["pulse"] is None else Reading(**message["pulse"])
         lists = {name: tuple(message[name]) for name in ("below", "recorded")}
         return cls(**{**message, "stacks": stacks, "pulse": pulse, **lists})
+
+
+def encode_observations(observations: list[Observation]) -> bytes:
+    """Return the observations as bytes; where those would be too many, of each rank the main thread alone."""
+    data = json.dumps([asdict(seen) for seen in observations]).encode()
+    if len(data) > _LARGEST_ANSWER_BYTES:
+        data = json.dumps(
+            [asdict(replace(o, stacks=o.stacks[:1], below=(), recorded=())) for o in observations]
+        ).encode()
+    return data
+
+
+def decode_observations(data: bytes) -> list[Observation]:
+    return [Observation.from_message(message) for message in json.loads(data)]
 
 
 def observe(targets: Mapping[int, Target]) -> list[Observation]:

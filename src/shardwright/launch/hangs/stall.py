@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from shardwright.launch.hangs.stacks import Observation
-from shardwright.launch.hangs.stall_verdict import Hang
+if TYPE_CHECKING:
+    from shardwright.launch.hangs.stacks import Observation
+    from shardwright.launch.hangs.stall_verdict import Hang
 
 STALLED_CODE = 124  # as of timeout(1)
 _ANSWER_S = 12.0  # what supervisors need is bounded to less; the line to another host may be down for a lease
@@ -80,13 +82,16 @@ class StallWatch:
         self._waits = set(hosts)
         self._until_s = time.monotonic() + _ANSWER_S + max((lease_s or 0.0 for lease_s in hosts.values()), default=0.0)
 
-    def answered(self, host: str, quiet_s: float, observations: list[Observation]) -> None:
+    def answered(self, host: str, quiet_s: float, data: bytes) -> None:
+        """Take the answer of a host: its encoded observations, and for how long it had been quiet when asked."""
         if self._waits is None or self.timeout_s is None:
             return  # it has gone on meanwhile
         if quiet_s < _SHARE * self.timeout_s:
             self.moved()
             return
-        self.observations += observations
+        from shardwright.launch.hangs.stacks import decode_observations
+
+        self.observations += decode_observations(data)
         self._waits.discard(host)
 
     def is_stalled(self) -> bool:
@@ -95,5 +100,7 @@ class StallWatch:
 
     def hang(self, returned: tuple[int, ...], hosts: Mapping[int, str]) -> Hang:
         """What has been seen, once it `is_stalled`; ``returned`` are ranks that ended with 0 before."""
+        from shardwright.launch.hangs.stall_verdict import Hang
+
         assert self.timeout_s is not None
         return Hang(tuple(self.observations), self.timeout_s, returned, hosts, self.silent_hosts)

@@ -15,13 +15,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from os import getuid
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardwright.common.pulse import JOB_VARIABLE
 from shardwright.errors import UsageError, WorldError
 from shardwright.launch.hosts.hosts import expand_hosts, expand_tasks
 from shardwright.launch.hosts.job_name import check_printable
-from shardwright.launch.hosts.rank_table import RankTable
-from shardwright.launch.hosts.table_check import check_rank_table
+
+if TYPE_CHECKING:
+    from shardwright.launch.hosts.rank_table import RankTable
 
 SECRET_VARIABLE = "SHARDWRIGHT_SECRET"
 """Tells the ranks of a job what nobody else knows."""
@@ -297,6 +299,8 @@ def _rank_table(environ: Mapping[str, str]) -> LaunchEnvironment:
 
 
 def _read_table(path: Path) -> tuple[RankTable, str]:
+    from shardwright.launch.hosts.table_check import check_rank_table
+
     try:
         checked = check_rank_table(path)
         return checked.required(), checked.text

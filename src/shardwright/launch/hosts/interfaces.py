@@ -12,8 +12,7 @@ import fcntl
 import ipaddress
 import socket
 import struct
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,6 +100,8 @@ def answer(listening: socket.socket, word: str) -> None:
 
 def reach(addresses: Sequence[str], port: int, word: str) -> dict[str, str]:
     """Which of the addresses answer with the word, each with the interface of this host that leads there."""
+    from concurrent.futures import ThreadPoolExecutor
+
     with ThreadPoolExecutor(max(1, len(addresses))) as pool:
         own = list(pool.map(lambda address: _reach(address, port, word), addresses))
     names = {address.address: address.interface for address in own_addresses()}
@@ -147,3 +148,42 @@ def choose(
         )
     best = min(good, key=lambda a: (-a.mbits_per_s, ":" in a.address, candidates.index(a)))
     return best.address, {first: best.interface} | {host: by[best.address] for host, by in reached.items()}
+
+
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+ADAPTERS = ("NCCL_IB_HCA",)
+
+
+def wrong_names(
+    environment: Mapping[str, str], interfaces: Collection[str], adapters: Collection[str]
+) -> dict[str, Collection[str]]:
+    """The variables that name no device of a host with these network interfaces and InfiniBand adapters, each with
+    those there are.
+
+    >>> wrong_names({"NCCL_SOCKET_IFNAME": "ib,eth", "GLOO_SOCKET_IFNAME": "eth"}, ["eth0"], [])
+    {'GLOO_SOCKET_IFNAME': ['eth0']}
+    """
+    there = dict.fromkeys(INTERFACES, interfaces) | dict.fromkeys(ADAPTERS, adapters)
+    return {
+        name: known
+        for name, known in there.items()
+        if environment.get(name) and not _names_one(name, environment[name], known)
+    }
+
+
+def _names_one(variable: str, value: str, known: Collection[str]) -> bool:
+    """By NCCL's rules: names are prefixes, unless ``=`` stands first; ``^`` leaves out. Gloo takes whole names."""
+    gloo = variable.startswith("GLOO")
+    if value.startswith("^") and not gloo:
+        return True
+    exact = gloo or value.startswith("=")
+    words = [word.partition(":")[0] for word in (value if gloo else value.lstrip("=")).split(",")]
+    return any(device == word or (not exact and device.startswith(word)) for word in words for device in known)
+
+
+def own_interfaces() -> list[str]:
+    return sorted(name for _, name in socket.if_nameindex())
+
+
+def own_adapters(sysfs: Path = Path("/sys")) -> list[str]:
+    return sorted(path.name for path in sysfs.glob("class/infiniband/*"))

@@ -1,13 +1,22 @@
-"""The log files of the ranks, written here; read again in `follow`."""
+"""The files that grow while a job runs: the output of its ranks, their states, and the steps that they report.
+
+``rank.<N>/stdout`` and ``stderr`` are written by the launcher or, with ``--no-collect-logs``, by the agent on the host
+of the rank. ``ranks.jsonl`` says when each rank began, was stopped, went on and ended; ``rank.<N>/steps.jsonl`` has the
+lines of `common.step_lines`. A restart appends to the same files. `launch.progress` and `follow` read them.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
 
-from shardwright.launch.host.protocol import STREAMS
+from shardwright.launch.host.protocol import STREAMS, KeptAt, LogLost
 from shardwright.launch.joblog.job import JobFolder
 
 TAIL_BYTES = 1 << 15
@@ -125,3 +134,79 @@ class RankLogs:
             reason = file.close()
             if file.lost_bytes or reason:
                 self._say(f"{file.path} lacks {file.lost_bytes} bytes{f' ({reason})' if reason else ''}")
+
+
+class KeptLogs:
+    """The files of the ``ranks`` of this host. Raises `OSError` where they cannot be made."""
+
+    def __init__(self, kept: KeptAt, ranks: Iterable[int]) -> None:
+        self.shown = frozenset(kept.shown)
+        folder, begin = Path(kept.folder), kept.begin.encode()
+        self._tails: dict[int, dict[str, bytearray]] = {}
+        self._files: dict[tuple[int, str], LogFile] = {}
+        for rank in ranks:
+            if rank not in self.shown:
+                self._tails[rank] = {stream: bytearray() for stream in STREAMS}
+            (folder / f"rank.{rank}").mkdir(parents=True, exist_ok=True)
+            for stream in STREAMS:
+                self._files[rank, stream] = LogFile(str(folder / f"rank.{rank}" / stream), begin)
+
+    def write(self, rank: int, stream: str, data: bytes) -> bool:
+        """Write what a rank has written. Returns whether the launcher is to see it, too."""
+        self._files[rank, stream].write(data)
+        if (tails := self._tails.get(rank)) is not None:
+            tails[stream] += data
+            del tails[stream][:-TAIL_BYTES]
+        return rank in self.shown
+
+    def take_tails(self, rank: int) -> dict[str, bytes]:
+        """What the launcher has not seen of the end of a rank's output."""
+        return {stream: bytes(tail) for stream, tail in self._tails.pop(rank, {}).items() if tail}
+
+    def close(self) -> list[LogLost]:
+        """Close the files. Returns what was lost, for the launcher."""
+        losses = []
+        for (rank, stream), file in self._files.items():
+            reason = file.close()
+            if file.lost_bytes or reason:
+                losses.append(LogLost(rank, stream, file.lost_bytes, reason))
+        self._files.clear()
+        return losses
+
+
+RANKS_FILE, STEPS_FILE = "ranks.jsonl", "steps.jsonl"
+
+
+class LiveFiles:
+    """The files of one attempt, the ``attempt``-th, counted from 0. A disk that is full stops nobody."""
+
+    def __init__(self, folder: JobFolder, attempt: int, ranks: int) -> None:
+        self._folder = folder
+        self._attempt = attempt
+        self._first = {"attempt": attempt, "ranks": ranks}
+        self._begun: set[Path] = set()
+        self._write(folder.path / RANKS_FILE, self._first, b"")
+
+    def told(self, rank: int, data: bytes) -> None:
+        """A rank has told of its steps."""
+        self._write(self._folder.rank(rank) / STEPS_FILE, {"attempt": self._attempt}, data)
+
+    def became(self, rank: int, state: str, **facts: Any) -> None:
+        """A rank is from now on ``state``: "running", "stopped" or "ended"."""
+        self._write(self._folder.path / RANKS_FILE, self._first, _line({"rank": rank, "state": state, **facts}))
+
+    def _write(self, path: Path, first: Mapping[str, Any], data: bytes) -> None:
+        """Append to a file that begins with ``first``; where it cannot be written the job goes on unwatched.
+
+        It is open for no longer: of many ranks' files not all may be open at once.
+        """
+        with contextlib.suppress(OSError):
+            if path not in self._begun:
+                LogFile(os.fspath(path), _line(first)).close()
+                self._begun.add(path)
+            with path.open("ab") as file:
+                file.write(data)
+
+
+def _line(facts: Mapping[str, Any]) -> bytes:
+    return json.dumps({"time_s": round(time.time(), 3), **facts}).encode() + b"\n"

@@ -6,9 +6,11 @@ that torchrun reads.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shardwright.errors import UsageError
@@ -16,11 +18,9 @@ from shardwright.launch.carriers.torchrun import MODULE, program_words
 from shardwright.launch.host.program import unchecked_program
 from shardwright.launch.hosts.placement import Placement
 from shardwright.launch.manifests.unserved import for_all_hosts, left_out
-from shardwright.launch.manifests.yaml_text import yaml_text
 from shardwright.launch.options.carrier_facts import TORCHRUN
-from shardwright.launch.options.host_options import read_count
 from shardwright.launch.options.launch_options import check_numbers
-from shardwright.launch.options.request import LaunchRequest
+from shardwright.launch.options.request import LaunchRequest, read_count
 from shardwright.launch.options.save_graphs import VARIABLE, SaveGraphs
 from shardwright.launch.options.variables import NCCL, read_backend, read_variables, split_variables
 
@@ -149,3 +149,52 @@ def _variables(request: LaunchRequest) -> dict[str, str]:
     if request.save_graphs is not None:
         read[VARIABLE] = str(SaveGraphs.parse(request.save_graphs))
     return read
+
+
+_PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")
+_NO_WORDS = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})
+
+
+def yaml_text(values: Mapping[str, Any]) -> str:
+    """The document.
+
+    >>> print(yaml_text({"spec": {"size": "8", "pods": [{"name": "a", "run": ["sh", "-c"]}]}}), end="")
+    spec:
+      size: "8"
+      pods:
+        - name: a
+          run: ["sh", "-c"]
+    """
+    return "".join(f"{line}\n" for line in _lines(values))
+
+
+def _lines(values: Mapping[str, Any], indent: str = "") -> Iterator[str]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield f"{indent}{key}:"
+            yield from _lines(value, f"{indent}  ")
+        elif isinstance(value, list) and value and isinstance(value[0], Mapping):
+            yield f"{indent}{key}:"
+            for item in value:
+                first, *rest = _lines(item, f"{indent}    ")
+                yield f"{indent}  - {first.lstrip()}"
+                yield from rest
+        else:
+            yield f"{indent}{key}: {_scalar(value)}"
+
+
+def _scalar(value: Any) -> str:
+    """JSON is YAML; a word that can be taken for nothing else goes without quotes."""
+    plain = isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _NO_WORDS
+    return str(value) if plain else _escaped(json.dumps(value, ensure_ascii=False))
+
+
+def _escaped(text: str) -> str:
+    """Return JSON without characters that YAML takes for line ends, or does not take.
+
+    >>> print(_escaped('"a\\u2028b"'))
+    "a\\U00002028b"
+    """
+    if re.search("[\ud800-\udfff]", text):
+        raise UsageError(f"{text!r} is not UTF-8, which a manifest has to be; give it another name")
+    return "".join(letter if letter.isprintable() else f"\\U{ord(letter):08x}" for letter in text)

@@ -8,12 +8,11 @@ import sys
 from dataclasses import replace
 
 from shardwright.errors import UsageError
-from shardwright.launch.carriers.rank_environment import default_environment
+from shardwright.launch.carriers.connection import default_environment
 from shardwright.launch.carriers.torchrun import PORT, placement_of
 from shardwright.launch.manifests.unserved import for_all_hosts, left_out
-from shardwright.launch.options.carrier_facts import MPIRUN
+from shardwright.launch.options.carrier_facts import MPIRUN, check_mca, mpirun_command
 from shardwright.launch.options.launch_options import LaunchOptions, read_options
-from shardwright.launch.options.mpirun import check_mca, mpirun_command
 from shardwright.launch.options.request import LaunchRequest
 from shardwright.launch.options.variables import read_backend
 

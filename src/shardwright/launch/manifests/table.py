@@ -15,7 +15,7 @@ from shardwright.launch.options.request import LaunchRequest
 
 
 @dataclass(frozen=True)
-class ToPrint:
+class PrintRequest:
     """What is asked for: the ``words`` as they were typed, and the ``request`` that they make."""
 
     words: Sequence[str]
@@ -23,14 +23,14 @@ class ToPrint:
     image: str | None = None
 
 
-def _torchrun(asked: ToPrint) -> tuple[str, list[str]]:
+def _torchrun(asked: PrintRequest) -> tuple[str, list[str]]:
     options = read_options(replace(asked.request, via=TORCHRUN.name))
     if options.stall_timeout_s is not None:
         TORCHRUN.refuse("--stall-timeout without --run")
     return command_lines(options), []
 
 
-PRINTED: Mapping[str, Callable[[ToPrint], tuple[str, list[str]]]] = {
+PRINTED: Mapping[str, Callable[[PrintRequest], tuple[str, list[str]]]] = {
     "k8s": lambda asked: kubernetes.manifest(asked.request, asked.image),
     "slurm": lambda asked: (batch_script(asked.words, asked.request), []),
     "torchrun": _torchrun,
@@ -40,7 +40,7 @@ PRINTED: Mapping[str, Callable[[ToPrint], tuple[str, list[str]]]] = {
 _OWN_CARRIER = {"slurm": SRUN.name, "torchrun": TORCHRUN.name, "mpirun": "mpirun"}
 
 
-def printed(to: str, asked: ToPrint) -> tuple[str, list[str]]:
+def printed(to: str, asked: PrintRequest) -> tuple[str, list[str]]:
     """The text that runs the job elsewhere, and lines to read beside it.
 
     Raises `UsageError` for options that it cannot serve.

@@ -7,8 +7,7 @@ from dataclasses import fields
 
 from shardwright.errors import UsageError
 from shardwright.launch.hosts.hosts import is_host_name
-from shardwright.launch.options.host_options import HostRequest
-from shardwright.launch.options.request import LaunchRequest
+from shardwright.launch.options.request import HostRequest, LaunchRequest
 
 # What the job is, or where; without one of these it would be another.
 _OF_THE_JOB = {

@@ -7,19 +7,21 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardwright.errors import UsageError
 from shardwright.launch.host.program import Program, check_program
-from shardwright.launch.host.stage import Stage
 from shardwright.launch.hosts.gpus import count_gpus
-from shardwright.launch.hosts.rank_table import RankTable
-from shardwright.launch.options.carrier_facts import CARRIERS, LOCAL, CarrierFacts, carrier_facts
-from shardwright.launch.options.host_options import RemoteOptions, ThisHost
-from shardwright.launch.options.mpirun import StartCommand, check_mca
-from shardwright.launch.options.request import LaunchRequest
-from shardwright.launch.options.restart_options import ONCE, RestartOptions
+from shardwright.launch.options.carrier_facts import (
+    CARRIERS,
+    LOCAL,
+    CarrierFacts,
+    StartCommand,
+    carrier_facts,
+    check_mca,
+)
+from shardwright.launch.options.request import ONCE, LaunchRequest, RemoteOptions, RestartOptions, ThisHost
 from shardwright.launch.options.save_graphs import VARIABLE, SaveGraphs
-from shardwright.launch.options.table_options import read_table, table_gpus
 from shardwright.launch.options.variables import (
     read_backend,
     read_variables,
@@ -27,6 +29,9 @@ from shardwright.launch.options.variables import (
     visible_devices,
     wrong_on_this_host,
 )
+
+if TYPE_CHECKING:
+    from shardwright.launch.hosts.rank_table import RankTable
 
 _SHORTEST_STALL_S = 0.5
 
@@ -37,7 +42,7 @@ class LaunchOptions:
 
     ``environment`` is what its ranks have in common beyond the environment of the launcher, ``rank_environments`` what
     single ranks have beside torchrun's variables. ``start_command`` starts the ranks where the carrier has one.
-    ``bind`` gives each rank cores of its own (`shardwright.launch.supervisor.binding`). A job that hangs for
+    ``bind`` gives each rank cores of its own (`shardwright.launch.supervisor.rank_start`). A job that hangs for
     ``stall_timeout_s`` is ended where ``stall_ends``, and shown in any case. ``by_torchrun``: each rank is a torchrun.
     """
 
@@ -110,6 +115,8 @@ def _read_place(
     place = where.read(request.ranks, table, carrier, _tee(request), variables)
     if isinstance(place, ThisHost):
         return place
+    from shardwright.launch.host.stage import Stage
+
     return replace(place, stage=Stage.read(where.stage, where.keep_stage, Path(request.log_dir)))
 
 
@@ -212,3 +219,38 @@ def read_tee(text: str, ranks: int) -> frozenset[int]:
             raise UsageError(f"--tee {text}: the {ranks} ranks of this job are 0 to {ranks - 1}")
         shown.update(range(first, last + 1))
     return frozenset(shown)
+
+
+def read_table(request: LaunchRequest, variables: Mapping[str, str]) -> RankTable | None:
+    """The table, where one is named. ``variables`` are what ``-x`` sets for all hosts.
+
+    Raises `UsageError` where it is broken, or the other words of the command contradict it.
+    """
+    if request.rank_table is None:
+        return None
+    from shardwright.launch.hosts.rank_table import TABLE_VARIABLES
+    from shardwright.launch.hosts.table_check import read_rank_table
+
+    path, ranks, devices = Path(request.rank_table), request.ranks, request.devices
+    table = read_rank_table(path)
+    if ranks not in (None, "auto", str(table.size)):
+        raise UsageError(f"-n {ranks}, but {path} has {table.size} ranks; leave -n out")
+    if devices is not None:
+        raise UsageError(f"--devices {devices}: the devices are those of {path}; leave --devices out")
+    if refused := [name for name in TABLE_VARIABLES if name in variables]:
+        raise UsageError(f"-x {refused[0]}: the launcher sets {refused[0]} for each rank itself, from {path}")
+    return table
+
+
+def table_gpus(by_rank: Mapping[int, Mapping[str, str]], environment: Mapping[str, str]) -> str | None:
+    """The devices of a rank table as GPUs, where this host has any: local rank N is to see its own as number N."""
+    ids = [variables["DEVICE_ID"] for variables in by_rank.values()]
+    gpus = count_gpus(environment)
+    if gpus == 0:
+        return None
+    if environment.get("CUDA_VISIBLE_DEVICES") is None and (beyond := [name for name in ids if int(name) >= gpus]):
+        raise UsageError(
+            f"the rank table gives out the devices {', '.join(beyond)}, but this host has the GPUs 0 to {gpus - 1}; to "
+            "run on its CPUs set CUDA_VISIBLE_DEVICES= (nothing)"
+        )
+    return ",".join(ids)

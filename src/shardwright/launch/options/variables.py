@@ -9,9 +9,9 @@ from shardwright.common.pulse import PULSE_VARIABLE
 from shardwright.common.step_lines import STEPS_VARIABLE, TELLS_VARIABLE
 from shardwright.errors import UsageError
 from shardwright.launch.host.folders import TEMPORARY_VARIABLE
-from shardwright.launch.hosts import device_names
 from shardwright.launch.hosts.environment import SECRET_VARIABLE
 from shardwright.launch.hosts.gpus import count_gpus
+from shardwright.launch.hosts.interfaces import own_adapters, own_interfaces, wrong_names
 from shardwright.launch.options.carrier_facts import CarrierFacts, carrier_of_backend
 
 NCCL = "nccl"
@@ -101,7 +101,7 @@ def wrong_on_this_host(environment: Mapping[str, str], among_hosts: bool) -> lis
     Within one host without GPUs nobody reads what is meant for NCCL. Between hosts it is looked at in any case.
     """
     gpus = count_gpus(environment)
-    wrong = device_names.wrong_names(environment, device_names.own_interfaces(), device_names.own_adapters())
+    wrong = wrong_names(environment, own_interfaces(), own_adapters())
     lines = [
         f"{name}={environment[name]} names none of its devices, which are {', '.join(known) or 'none'}; leave it out, "
         f"or set one of those{f' by -x HOST:{name}=VALUE' if among_hosts else ''}"

@@ -15,11 +15,11 @@ from shardwright.launch.host.protocol import ORDERS, Order, Start
 from shardwright.launch.host.stream import Decoder, take_stdio
 from shardwright.launch.hosts.gpus import count_gpus
 from shardwright.launch.supervisor import zygote
-from shardwright.launch.supervisor.binding import bind
 from shardwright.launch.supervisor.rank_start import (
     STEPS,
     RankProcess,
     become_rank,
+    bind,
     check_open_files,
     error_file,
     execute,

@@ -6,16 +6,12 @@ which sees the ranks of all hosts, decides when they have been quiet for too lon
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 from shardwright.common.pulse import PulseFile
-from shardwright.launch.hangs.stacks import Observation, Target, observe
-
-_LARGEST_ANSWER_BYTES = 1 << 22
+from shardwright.launch.hangs.stacks import Target, encode_observations, observe
 
 
 class Progress:
@@ -64,17 +60,3 @@ class Progress:
         """The answer, once it is there: for how long it had been quiet when somebody asked, and the observations."""
         answer, self._answer = self._answer, None
         return None if answer is None else (self._quiet_s, answer)
-
-
-def encode_observations(observations: list[Observation]) -> bytes:
-    """The observations as bytes; where those would be too many, of each rank the main thread alone."""
-    data = json.dumps([seen.to_message() for seen in observations]).encode()
-    if len(data) > _LARGEST_ANSWER_BYTES:
-        data = json.dumps(
-            [replace(seen, stacks=seen.stacks[:1], below=(), recorded=()).to_message() for seen in observations]
-        ).encode()
-    return data
-
-
-def decode_observations(data: bytes) -> list[Observation]:
-    return [Observation.from_message(message) for message in json.loads(data)]

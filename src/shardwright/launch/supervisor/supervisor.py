@@ -41,9 +41,8 @@ from shardwright.launch.host.protocol import (
     Stopped,
     Told,
 )
-from shardwright.launch.host.stream import Decoder, encode
-from shardwright.launch.host.writer import Writer
-from shardwright.launch.joblog.failure import read_error_file
+from shardwright.launch.host.stream import Decoder, Writer, encode
+from shardwright.launch.joblog.judge import read_error_file
 from shardwright.launch.supervisor.progress import Progress
 from shardwright.launch.supervisor.rank_start import STEPS, UNKILLABLE_S, RankProcess
 

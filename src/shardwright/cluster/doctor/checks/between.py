@@ -16,7 +16,7 @@ from shardwright.cluster.doctor.checks.software import numbers
 from shardwright.cluster.doctor.finding import MISREAD, Finding, Found, Severity, misread, ok, problem, warning
 from shardwright.cluster.doctor.reach import Cluster, Way, addresses_of
 from shardwright.cluster.doctor.reading import Reading, plain, typed
-from shardwright.launch.carriers.ssh_errors import pip_words
+from shardwright.launch.carriers.agent_connection import pip_words
 from shardwright.launch.hosts.rank_table import is_address
 
 _WARN_CLOCK_S, _BAD_CLOCK_S = 0.5, 5.0

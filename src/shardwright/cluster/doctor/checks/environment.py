@@ -11,7 +11,7 @@ from shardwright.cluster.doctor.checks.infiniband import ports
 from shardwright.cluster.doctor.checks.network import interfaces
 from shardwright.cluster.doctor.finding import Check, Finding, note, ok, problem, warning
 from shardwright.cluster.doctor.reading import Reading, typed
-from shardwright.launch.hosts.device_names import wrong_names
+from shardwright.launch.hosts.interfaces import wrong_names
 
 _ON = ("1", "true", "TRUE", "yes")
 

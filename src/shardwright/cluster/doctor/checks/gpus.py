@@ -11,7 +11,7 @@ from shardwright.cluster.doctor.checks.packages import install, pip
 from shardwright.cluster.doctor.checks.software import numbers
 from shardwright.cluster.doctor.finding import Check, Finding, Severity, moot, note, ok, problem, warning
 from shardwright.cluster.doctor.reading import Ran, Reading, Unreadable, plain
-from shardwright.launch.carriers.ssh_errors import WHEELS
+from shardwright.launch.carriers.agent_connection import WHEELS
 
 # The newest CUDA of a branch of the driver, as nvidia-smi shows it beside the driver.
 # Source: NVIDIA CUDA Toolkit release notes, table "CUDA Toolkit and Corresponding Driver Versions",

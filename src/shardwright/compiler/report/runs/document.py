@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from shardwright.common.schema import SchemaError, from_json
-from shardwright.launch.joblog.failure import signal_name
 from shardwright.launch.joblog.job import JobFolder
-from shardwright.launch.joblog.live import RANKS_FILE, STEPS_FILE
+from shardwright.launch.joblog.judge import signal_name
+from shardwright.launch.joblog.logs import RANKS_FILE, STEPS_FILE
 from shardwright.launch.progress.lines import (
     GrowingFile,
     StateLine,
@@ -21,7 +21,7 @@ from shardwright.launch.progress.lines import (
     objects,
     together,
 )
-from shardwright.launch.progress.snapshot import Snapshot
+from shardwright.launch.progress.ranks import Snapshot
 
 _POINTS = 500  # of a curve: more are not seen
 
