@@ -110,9 +110,9 @@ def watcher_s(folder: Path, looks: int = 20) -> float:
     from rich.console import Console
 
     from shardwright.cluster.watch.view import screen
-    from shardwright.launch.progress.ranks import Watched
+    from shardwright.launch.progress.ranks import WatchedJob
 
-    watched, console = Watched(folder), Console(width=100, file=StringIO())
+    watched, console = WatchedJob(folder), Console(width=100, file=StringIO())
     console.print(screen(watched.snapshot(), 100, 40))
     start_s = time.process_time()
     for _ in range(looks):

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from ranks import run_ranks
 from shardwright.cli import cli
-from shardwright.cluster.traffic import Looks, show
+from shardwright.cluster.traffic import DeviceSampler, show
 from shardwright.errors import UsageError
 from shardwright.launch.hosts.network import Device, counted_once, moved, read_devices
 from sysfs import Tree, write
@@ -31,7 +31,7 @@ def tree(tmp_path):
 
 def test_words_are_four_bytes_and_troubles_stand_beside(tree):
     tree.count({"rx_bytes": 500}, {"port_xmit_data": 1_000, "symbol_error": 2})
-    looks = Looks(["mlx5_0/1", "eth0"], tree.root)
+    looks = DeviceSampler(["mlx5_0/1", "eth0"], tree.root)
     tree.count(
         {"rx_bytes": 1_500, "tx_bytes": 700, "rx_dropped": 3, "tx_errors": 1},
         {"port_xmit_data": 251_000, "port_rcv_data": 50_000, "symbol_error": 7, "port_xmit_wait": 9},
@@ -84,12 +84,12 @@ def test_what_a_port_and_a_network_device_are(tree):
 
 
 def test_without_names_all_that_are_up_and_with_a_device_all_its_ports(tree):
-    assert Looks([], tree.root).names == ["mlx5_0/1", "bond0", "eth0", "ib0"]
-    assert Looks(["mlx5_0", "lo", "mlx5_0/1"], tree.root).names == ["mlx5_0/1", "mlx5_0/2", "lo"]
+    assert DeviceSampler([], tree.root).names == ["mlx5_0/1", "bond0", "eth0", "ib0"]
+    assert DeviceSampler(["mlx5_0", "lo", "mlx5_0/1"], tree.root).names == ["mlx5_0/1", "mlx5_0/2", "lo"]
 
 
 def test_a_device_that_goes_and_comes_back_keeps_its_total(tree):
-    looks = Looks(["eth0"], tree.root)
+    looks = DeviceSampler(["eth0"], tree.root)
     tree.count({"rx_bytes": 100})
     looks.look()
     hidden = tree.eth0.rename(tree.root / "eth0")
@@ -103,7 +103,7 @@ def test_a_device_that_goes_and_comes_back_keeps_its_total(tree):
 
 def test_a_full_counter_of_an_old_port_is_said(tree):
     tree.count(port={"port_xmit_data": 2**32 - 1})
-    [row] = Looks(["mlx5_0/1"], tree.root).look()
+    [row] = DeviceSampler(["mlx5_0/1"], tree.root).look()
     assert row.cells()[-1] == "a counter of 32 bits is full: reset it with perfquery -R"
 
 
@@ -128,10 +128,10 @@ def test_what_makes_no_sense_is_refused(tree, arguments, message):
 
 def test_no_device_at_all_and_counters_that_cannot_be_read(tree, tmp_path):
     with pytest.raises(UsageError, match=r"no network device under .*empty is up; those there: none"):
-        Looks([], tmp_path / "empty")
+        DeviceSampler([], tmp_path / "empty")
     write(tree.eth0 / "statistics", rx_bytes="so many")
     with pytest.raises(UsageError, match="the counters of eth0 cannot be read: ValueError"):
-        Looks(["eth0"], tree.root)
+        DeviceSampler(["eth0"], tree.root)
 
 
 def test_lines_and_totals_on_no_terminal(tree):
@@ -205,7 +205,7 @@ def one_side(names):
     rank = int(os.environ["RANK"])
     enter(names[rank])
     out, again = io.StringIO(), 0
-    looks = Looks([DEVICE])
+    looks = DeviceSampler([DEVICE])
     if rank == 1:
         with socket.create_server((ADDRESSES[1], 7000)) as listening:
             connection, _ = listening.accept()

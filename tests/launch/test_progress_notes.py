@@ -16,7 +16,7 @@ from ranks import run_ranks
 from shardwright.common.step_lines import Steps
 from shardwright.data.digits import write_digits
 from shardwright.launch import progress_notes
-from shardwright.launch.progress_notes import Waiting, counted, waiting_for
+from shardwright.launch.progress_notes import TaskDisplay, counted, waiting_for
 from shardwright.training.callbacks import ProgressBar
 
 
@@ -29,7 +29,7 @@ def wait_until(holds):
 
 def test_the_innermost_that_takes_long_is_shown_until_it_is_done():
     said = []
-    wait = Waiting(lambda: said.append, after_s=0.01)
+    wait = TaskDisplay(lambda: said.append, after_s=0.01)
     with wait("planning") as work:
         wait_until(lambda: any(line.startswith("planning: ") for line in said))
         with wait("pricing") as inner:
@@ -46,7 +46,7 @@ def test_the_innermost_that_takes_long_is_shown_until_it_is_done():
 
 def test_what_is_soon_done_is_not_shown():
     said = []
-    with Waiting(lambda: said.append, after_s=60.0)("planning"):
+    with TaskDisplay(lambda: said.append, after_s=60.0)("planning"):
         pass
     assert said == []
 

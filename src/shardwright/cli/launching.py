@@ -18,9 +18,7 @@ _OTHER = "other_option_{}"
 
 
 class _LaunchCommand(click.Command):
-    """Keeps a ``--`` that stands before the program, which click would swallow; takes the options of other launchers,
-    which its help does not list.
-    """
+    """A command that keeps a ``--`` before the program, and takes hidden options of other launchers."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
@@ -53,7 +51,7 @@ class _LaunchCommand(click.Command):
 
 
 def _unknown(error: click.NoSuchOption, typed: Sequence[str]) -> click.NoSuchOption:
-    """The same with the whole word, of which click names the first letter where one `-` stands before it."""
+    """Return the error with the whole word, of which click names only the first letter behind one `-`."""
     begin = error.option_name
     word = next((word for word in typed if word.replace("_", "-").startswith(begin)), begin).partition("=")[0]
     others = "those of other launchers that are not known here are best left out; type --help for ours"
@@ -187,7 +185,7 @@ def launch(run: bool, to: str | None, print_sbatch: bool, image: str | None, **w
     and end the job after the grace; a second Ctrl-C kills it at once. USR1 and USR2 are passed on and end nothing.
     """
     from shardwright.launch.options.launch_options import read_options
-    from shardwright.launch.options.other_options import in_our_words, split_typed, to_be_said
+    from shardwright.launch.options.other_options import notes_on_meaning, split_typed, translated
     from shardwright.launch.options.request import HostRequest, LaunchRequest, RestartOptions
     from shardwright.launch.start import STARTS
     from shardwright.launch.start import launch as launch_job
@@ -195,11 +193,11 @@ def launch(run: bool, to: str | None, print_sbatch: bool, image: str | None, **w
     typed = click.get_current_context().meta[_WORDS]
     others = {option: words.pop(_OTHER.format(number)) for number, option in enumerate(OTHER_OPTIONS)}
     said = {option: str(value) for option, value in others.items() if value not in (None, False)}
-    for line in to_be_said(said, words):
+    for line in notes_on_meaning(said, words):
         click.echo(f"shardwright: {line}", err=True)
     words["allocation"] = os.environ
     if said:
-        words = in_our_words(said, words, split_typed(typed, words["command"]))
+        words = translated(said, words, split_typed(typed, words["command"]))
     program, module = words.pop("program"), words.pop("module")
     restarts = RestartOptions.read(*(words.pop(word) for word in ("max_restarts", "elastic", "min_ranks")))
     of_hosts = {entry.name: words.pop(entry.name) for entry in fields(HostRequest) if entry.name in words}

@@ -16,7 +16,7 @@ _SEARCHES = RowOf("shardwright.compiler.plan.searches", "SEARCHES")
 
 
 class _PlanCommand(click.Command):
-    """Takes ``--compare other.json`` as ``--beside other.json``."""
+    """A command that takes ``--compare other.json`` as ``--beside other.json``."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         words = list(args)

@@ -1,4 +1,4 @@
-"""What `tools/eval.py` and `tools/predict.py` do: evaluate text detection and recognition, and read images."""
+"""The programs `tools/eval.py` and `tools/predict.py`: evaluate text detection and recognition, and read images."""
 
 from __future__ import annotations
 

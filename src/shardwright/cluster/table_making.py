@@ -32,7 +32,7 @@ def _allowed(table: RankTable, named: str | None) -> RankTable:
 
 
 def read_devices(text: str) -> tuple[int, ...]:
-    """``[4,8)`` without its end, or a list.
+    """Return the devices of ``[4,8)``, without its end, or of a list.
 
     >>> read_devices("[4,8)"), read_devices("{1,2}"), read_devices("0")
     ((4, 5, 6, 7), (1, 2), (0,))
@@ -54,7 +54,7 @@ def read_devices(text: str) -> tuple[int, ...]:
 
 
 def make(devices: Sequence[int], addresses: Mapping[int, str], server_id: str, product: str | None = None) -> RankTable:
-    """The table of one server, its ranks from 0 on in the order of ``devices``.
+    """Return the table of one server, its ranks from 0 on in the order of ``devices``.
 
     Raises `UsageError` where the product does not allow these devices, or the server's name can be none.
     """
@@ -65,7 +65,7 @@ def make(devices: Sequence[int], addresses: Mapping[int, str], server_id: str, p
 
 
 def find_addresses(devices: Sequence[int], address_file: Path | None) -> tuple[dict[int, str], str | None]:
-    """The address of each device, or no address and the reason.
+    """Return the address of each device, or no address and the reason.
 
     They come from ``address_file``, else from /etc/hccn.conf, else from hccn_tool, where this host has them.
     Raises `UsageError` where the source that there is lacks a device or cannot be read.
@@ -89,7 +89,7 @@ def find_addresses(devices: Sequence[int], address_file: Path | None) -> tuple[d
 
 
 def read_addresses(path: Path) -> dict[int, str]:
-    """The lines ``address_N=IP`` of a file; its other lines are about other things."""
+    """Return the lines ``address_N=IP`` of a file; its other lines are about other things."""
     addresses: dict[int, str] = {}
     for number, line in enumerate(read_text(path, "the address file").split("\n"), 1):
         if not line.strip().startswith("address"):
@@ -124,7 +124,7 @@ def _ask_tool(tool: str, device: int) -> str:
 
 
 def merge(paths: Sequence[Path], product: str | None = None) -> RankTable:
-    """One table of all servers, with ranks by sorted server ids and, on a server, in the order that they had.
+    """Return one table of all servers, with ranks by sorted server ids and, on a server, in the order that they had.
 
     Raises `UsageError` where a server is in two of them, or versions differ.
     """
@@ -168,7 +168,7 @@ def _numbered(servers: Iterable[Server]) -> tuple[Server, ...]:
 
 
 def from_hostfile(path: Path, product: str | None = None) -> tuple[RankTable, list[str]]:
-    """A table with as many devices of each host as it has slots, from device 0 on; and what it cannot say."""
+    """Return a table with as many devices of each host as it has slots, and notes on what it cannot say."""
     hosts = Hosts.from_hostfile(path)
     users = [host.address for host in hosts if host.user]
     notes = [f"a rank table has no users: {', '.join(users)} lost theirs"] if users else []

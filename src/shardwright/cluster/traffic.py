@@ -20,7 +20,7 @@ _LONGEST_S = 24 * 3600.0
 
 
 @dataclass(frozen=True)
-class DeviceLook:
+class DeviceSample:
     """One device at one look: what it moved since the look before, and in ``total`` since the first one."""
 
     device: Device
@@ -29,7 +29,7 @@ class DeviceLook:
     gone: bool = False
 
     def to_json(self, time_s: float) -> str:
-        """The row as one line of JSON; ``time`` is seconds since 1970, errors and drops count from the first look."""
+        """Return the row as one line of JSON; ``time`` is seconds since 1970, errors count from the first look."""
         seconds = self.last.seconds or 1.0
         return json.dumps(
             {
@@ -46,7 +46,7 @@ class DeviceLook:
         )
 
     def cells(self) -> list[str]:
-        """Device, rates, totals, errors and what is to be said about it, as text."""
+        """Return device, rates, totals, errors and a note, as text."""
         seconds = self.last.seconds or 1.0
         rates = [f"{size_text(count / seconds)}/s" for count in (self.last.in_bytes, self.last.out_bytes)]
         totals = [size_text(self.total.in_bytes), size_text(self.total.out_bytes)]
@@ -59,7 +59,7 @@ class DeviceLook:
         return ", ".join(notes)
 
 
-class Looks:
+class DeviceSampler:
     """The looks at ``devices``, taken when `look` is called."""
 
     def __init__(self, names: Sequence[str], sysfs: Path = SYSFS) -> None:
@@ -69,8 +69,8 @@ class Looks:
         self._totals = {name: moved(self.first.devices[name], self.first.devices[name], 0.0) for name in self.names}
         self._known = {name: self.first.devices[name] for name in self.names}
 
-    def look(self) -> list[DeviceLook]:
-        """A row for every device; one that is gone stays with what it had moved, and goes on when it comes back."""
+    def look(self) -> list[DeviceSample]:
+        """Return a row for every device; one that is gone stays with its totals, and goes on when it comes back."""
         now = read_devices(self._sysfs)
         seconds, rows = now.time_s - self._last.time_s, []
         for name in self.names:
@@ -78,14 +78,15 @@ class Looks:
             last = moved(before, after or before, seconds)
             self._totals[name] += last
             self._known[name] = after or before
-            rows.append(DeviceLook(after or before, last, self._totals[name], gone=after is None))
+            rows.append(DeviceSample(after or before, last, self._totals[name], gone=after is None))
         self._last = now
         return rows
 
 
 def choose(reading: NetworkReading, names: Sequence[str], sysfs: Path = SYSFS) -> list[str]:
-    """The devices that ``names`` mean: ``eth0``, a port ``mlx5_0/1`` or all ports of ``mlx5_0``; without any, all that
-    are up but the loopback and what has no carrier of its own.
+    """Return the devices that ``names`` mean: ``eth0``, a port ``mlx5_0/1`` or all ports of ``mlx5_0``.
+
+    Without any, all that are up but the loopback and what has no carrier of its own.
 
     Raises:
         UsageError: where a name is not there, or its counters cannot be read; or nothing is there to show.
@@ -109,7 +110,7 @@ def choose(reading: NetworkReading, names: Sequence[str], sysfs: Path = SYSFS) -
 
 
 def describe(reading: NetworkReading, names: Sequence[str]) -> list[str]:
-    """What these devices are, a line for each."""
+    """Return a line for each of these devices."""
     lines = []
     for device in (reading.devices[name] for name in names):
         facts = [device.kind, device.speed or "speed unknown", "up" if device.up else "down"]
@@ -143,7 +144,7 @@ def show(
     if count is not None and count < 1:
         raise UsageError(f"expected --count of at least 1, got {count}")
     console = console or Console()
-    looks = Looks(names, sysfs)
+    looks = DeviceSampler(names, sysfs)
     try:
         if as_json:
             for rows in _timed(looks, every_s, count):
@@ -162,7 +163,7 @@ def show(
         _print(console, f"{row.device.name}: {bytes_moved} in {seconds}; {_troubles(row.total.troubles)}")
 
 
-def _follow(looks: Looks, every_s: float, count: int | None, console: Console) -> None:
+def _follow(looks: DeviceSampler, every_s: float, count: int | None, console: Console) -> None:
     if not console.is_terminal:
         for rows in _timed(looks, every_s, count):
             for row in rows:
@@ -176,8 +177,8 @@ def _follow(looks: Looks, every_s: float, count: int | None, console: Console) -
             live.update(_table(rows), refresh=True)
 
 
-def _timed(looks: Looks, every_s: float, count: int | None) -> Iterator[list[DeviceLook]]:
-    """Look every so many seconds, without drifting: a late look is followed by one on time."""
+def _timed(looks: DeviceSampler, every_s: float, count: int | None) -> Iterator[list[DeviceSample]]:
+    """Yield a look every so many seconds, without drifting: a late look is followed by one on time."""
     begin, taken = time.monotonic(), 0
     while count is None or taken < count:
         taken += 1
@@ -185,7 +186,7 @@ def _timed(looks: Looks, every_s: float, count: int | None) -> Iterator[list[Dev
         yield looks.look()
 
 
-def _table(rows: Sequence[DeviceLook]) -> Table:
+def _table(rows: Sequence[DeviceSample]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
     for column in ("device", "in", "out", "total in", "total out"):
         table.add_column(column, justify="left" if column == "device" else "right", no_wrap=True)
@@ -197,7 +198,7 @@ def _table(rows: Sequence[DeviceLook]) -> Table:
 
 
 def _troubles(counts: Mapping[str, int]) -> str:
-    """The counts that are not zero; ticks of waiting are no error, but they explain a slow port."""
+    """Return the counts that are not zero; ticks of waiting are no error, but they explain a slow port."""
     return ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "no errors or drops"
 
 

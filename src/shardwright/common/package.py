@@ -1,4 +1,4 @@
-"""The place of this package, and its wings: files are looked for by this alone, so that none is lost by a move."""
+"""The folder of this package, and its wings: files are looked for by this alone, so that none is lost by a move."""
 
 from __future__ import annotations
 

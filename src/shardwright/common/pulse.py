@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
 
-from shardwright.common.step_lines import Steps, own_steps, told_to_us
+from shardwright.common.step_lines import Steps, own_steps, variable_of_this_rank
 
 # In the environment of every process of a job: it survives setsid, double forks and the death of all ancestors.
 JOB_VARIABLE = "SHARDWRIGHT_JOB"
@@ -65,7 +65,7 @@ class Mark(Protocol):
     """A place in what a device has to do."""
 
     def query(self) -> bool:
-        """Whether the device has come there."""
+        """Return whether the device has come there."""
 
 
 class _Queued:
@@ -79,8 +79,9 @@ class _Queued:
 
 
 class Pulse:
-    """Written by one rank, seldom enough for a lock to be left out. ``with pulse("all_reduce"):`` surrounds a
-    collective; `at` says for what the next ones are.
+    """The pulse of one rank, written seldom enough for a lock to be left out.
+
+    ``with pulse("all_reduce"):`` surrounds a collective; `at` says for what the next ones are.
     """
 
     __slots__ = (
@@ -102,12 +103,12 @@ class Pulse:
         self._site = NOWHERE
 
     def beat(self) -> None:
-        """A sign of life."""
+        """Note a sign of life."""
         self._beats += 1
         _COUNTS.pack_into(self._memory, _COUNTS_AT, self._beats, self._steps, self._collectives)
 
     def begin_step(self, number: int | None = None) -> None:
-        """Without a number the next one, unless somebody else has given steps their numbers."""
+        """Begin a step; without a number the next one, unless somebody else has given steps their numbers."""
         if number is not None:
             self._numbered, self._steps = True, number
             self.steps.begin(number)
@@ -117,12 +118,12 @@ class Pulse:
         self.beat()
 
     def set_steps(self, steps: int) -> None:
-        """How many were begun before, in a run that goes on."""
+        """Set how many steps were begun before, in a run that goes on."""
         self._steps = steps
         self.beat()
 
     def at(self, site: bytes) -> None:
-        """For what the next collectives are; as `site` makes it."""
+        """Set for what the next collectives are; as `site` makes it."""
         self._site = site
         if self._mark is None:
             self._memory[_SITE_AT:_DEVICE_AT] = site
@@ -132,7 +133,7 @@ class Pulse:
         return self.again(operation)
 
     def again(self, operation: bytes) -> Pulse:
-        """The same around the wait for a collective that has begun before."""
+        """Surround the wait for a collective that has begun before."""
         self._beats += 1
         self._entered_s = time.perf_counter()
         if self.around is not None:
@@ -166,12 +167,13 @@ class Pulse:
 
     @property
     def follows(self) -> bool:
-        """Whether collectives run on a device, which somebody asks."""
+        """Return whether collectives run on a device, which somebody asks."""
         return self._mark is not None
 
     def follow(self, mark: Callable[[], Mark]) -> None:
-        """From now on collectives run on a device. ``mark`` gives the place after all that it was asked for so far;
-        somebody calls `look` now and then.
+        """Expect collectives to run on a device.
+
+        ``mark`` gives the place after all that it was asked for so far; somebody calls `look` now and then.
         """
         self._mark = mark
         self.look()
@@ -192,7 +194,7 @@ class Pulse:
             self.beat()
 
     def is_asked(self) -> bool:
-        """Whether the supervisor waits for what was recorded."""
+        """Return whether the supervisor waits for what was recorded."""
         [asked] = _ASKED.unpack_from(self._memory, _ASKED_AT)
         answered, _ = _ANSWER.unpack_from(self._memory, _ANSWER_AT)
         return bool(asked != answered)
@@ -206,7 +208,7 @@ class Pulse:
 
 
 def site(text: str, position: int) -> bytes:
-    """For `Pulse.at`: the words, and a number that grows in the course of a step."""
+    """Return the argument of `Pulse.at`: the words, and a number that grows in the course of a step."""
     data = text.encode()
     if len(data) > _SITE_BYTES:
         data = data[: _SITE_BYTES - 3].decode(errors="ignore").encode() + b"..."
@@ -217,13 +219,13 @@ NOWHERE = site("", 0)
 
 
 def own_pulse() -> Pulse:
-    """Of this process; from now on it answers `STACK_SIGNAL` with its stacks."""
-    return open_pulse(told_to_us(PULSE_VARIABLE))
+    """Return the pulse of this process; from now on it answers `STACK_SIGNAL` with its stacks."""
+    return open_pulse(variable_of_this_rank(PULSE_VARIABLE))
 
 
 @cache
 def open_pulse(path: str | None) -> Pulse:
-    """By the value of `PULSE_VARIABLE`, opened once.
+    """Return the pulse by the value of `PULSE_VARIABLE`, opened once.
 
     Where there is no such file, as in a container of its own, what is written is read by nobody.
 
@@ -262,11 +264,13 @@ def answer_with_stacks(path: str) -> None:
 
 
 @dataclass(frozen=True)
-class Reading:
-    """What a rank has written. ``listener`` is the pid that answers with its stacks, 0 for nobody; ``operation`` is the
-    collective that it is in, empty outside of any; ``site`` says for what its last one was, and ``position`` how far
-    in its step that is. Of collectives on a device ``queued`` have been begun and not ended, where somebody asks it
-    (else -1); ``operation`` is the first of them, of step ``queued_step``; the device has come to it if ``reached``.
+class PulseReading:
+    """The content of a pulse.
+
+    ``listener`` is the pid that answers with its stacks, 0 for nobody; ``operation`` is the collective that the rank is
+    in, empty outside of any; ``site`` says for what its last one was, and ``position`` how far in its step that is. Of
+    collectives on a device ``queued`` have been begun and not ended, where somebody asks it (else -1); ``operation`` is
+    the first of them, of step ``queued_step``; the device has come to it if ``reached``.
     """
 
     listener: int
@@ -298,7 +302,7 @@ class PulseFile:
     def path(self) -> str:
         return f"/proc/{os.getpid()}/fd/{self.fd}"
 
-    def read(self) -> Reading:
+    def read(self) -> PulseReading:
         data = os.pread(self.fd, _USED_BYTES, 0)
         _, listener = _LISTENER.unpack_from(data)
         beats, steps, collectives, operation = _STATE.unpack_from(data, _COUNTS_AT)
@@ -306,7 +310,7 @@ class PulseFile:
         queued, reached, step = _DEVICE.unpack_from(data, _DEVICE_AT)
         said = _text(operation), _text(words), position
         there = bool(reached) or not queued  # where nobody asks a device, a collective that was begun is what runs
-        return Reading(listener, beats, steps, collectives, *said, queued - 1, there, step)
+        return PulseReading(listener, beats, steps, collectives, *said, queued - 1, there, step)
 
     def ask(self) -> None:
         """Ask the rank for what it has recorded."""
@@ -314,7 +318,7 @@ class PulseFile:
         os.pwrite(self.fd, _ASKED.pack(asked + 1), _ASKED_AT)
 
     def recorded(self) -> str | None:
-        """The answer; None as long as there is none."""
+        """Return the answer; None as long as there is none."""
         [asked] = _ASKED.unpack(os.pread(self.fd, _ASKED.size, _ASKED_AT))
         answered, length = _ANSWER.unpack(os.pread(self.fd, _ANSWER.size, _ANSWER_AT))
         return os.pread(self.fd, length, _RECORDED_AT).decode(errors="replace") if asked == answered else None
@@ -323,7 +327,7 @@ class PulseFile:
         return os.fstat(self.fd).st_size - _STACKS_AT
 
     def take_stacks(self, limit_bytes: int) -> str:
-        """What was written since the last time."""
+        """Return the stacks that were written since the last time."""
         text = os.pread(self.fd, limit_bytes, _STACKS_AT).decode(errors="replace")
         os.ftruncate(self.fd, _STACKS_AT)
         return text

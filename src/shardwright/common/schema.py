@@ -36,7 +36,7 @@ _MOST = 1 << 63  # of whole numbers: nothing that is counted here is more
 
 
 class SchemaError(ValueError):
-    """An error of JSON, or of its form; says where, what was got and what was expected."""
+    """A text that is no JSON, or not of the form that is expected; says where, what was got and what was expected."""
 
 
 def from_json(text: str | bytes, kind: type[T]) -> T:

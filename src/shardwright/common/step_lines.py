@@ -1,4 +1,4 @@
-"""What a rank tells of its steps: lines of JSON, which the supervisor of its host passes on to the job's folder.
+"""The reports of a rank on its steps: lines of JSON, which the supervisor of its host passes on to the job's folder.
 
     {"time_s": 1700000000.1, "step": 12, "steps": 3, "seconds": 1.21, "data_s": 0.01, "communicating_s": 0.4,
      "samples": 96, "loss": 2.3}
@@ -27,19 +27,19 @@ _LINES_OF_A_RUN = 600  # after so many seconds they become fewer
 _LONGEST_LINE_BYTES = 4096  # what a pipe takes in one piece
 
 
-class Late(Protocol):
+class DeferredNumber(Protocol):
     """A number that comes from a device which works on."""
 
     @property
     def is_there(self) -> bool:
-        """Whether it has come."""
+        """Return whether it has come."""
 
     def value(self) -> float:
-        """The number, which is waited for."""
+        """Wait for the number and return it."""
 
 
 class Steps:
-    """Written by the thread of one rank that trains; ``write`` takes a line, and is None where nobody listens.
+    """The reports of one rank, by its thread that trains; ``write`` takes a line, and is None where nobody listens.
 
     A step lasts from `open` to `close`, the loading of its data included. Who knows but the beginning of steps calls
     `begin` alone, which ends the step before.
@@ -56,23 +56,23 @@ class Steps:
         self._number = self._steps = self._samples = 0
         self._seconds = self._data_s = self._communicating_s = self._communicated_s = 0.0
         self._measured: dict[str, Any] = {}
-        self._loss: Callable[[], Late] | None = None
-        self._waiting: tuple[dict[str, Any], Late] | None = None  # a line whose loss has not come
+        self._loss: Callable[[], DeferredNumber] | None = None
+        self._waiting: tuple[dict[str, Any], DeferredNumber] | None = None  # a line whose loss has not come
         self._started_s = self._due_s = time.perf_counter()
 
     @property
     def told(self) -> bool:
-        """Whether anybody listens."""
+        """Return whether anybody listens."""
         return self._write is not None
 
     def open(self) -> None:
-        """A step begins with the loading of its data, if there are any more."""
+        """Begin a step with the loading of its data, if there are any more."""
         if self._write is not None:
             self._begun_s, self._numbered = time.perf_counter(), False
             self._communicated_s = self.communicating_s or 0.0  # before the step
 
     def begin(self, number: int) -> None:
-        """A step computes from now on."""
+        """Begin to compute a step."""
         if self._write is None:
             return
         if self._begun_s is None or self._numbered:
@@ -81,7 +81,7 @@ class Steps:
         self._number, self._numbered = number, True
 
     def close(self) -> None:
-        """The step that is open has ended."""
+        """End the step that is open."""
         if self._write is None or self._begun_s is None:
             return
         now_s, begun_s = time.perf_counter(), self._begun_s
@@ -94,7 +94,7 @@ class Steps:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Inside, data of the step that is open are loaded."""
+        """Count the time of the context as loading of data, if a step is open."""
         if self._begun_s is None or self._loading:
             yield
             return
@@ -105,7 +105,7 @@ class Steps:
             self._loading = False
             self._data_s += time.perf_counter() - begun_s
 
-    def computed(self, samples: int, loss: Callable[[], Late]) -> None:
+    def computed(self, samples: int, loss: Callable[[], DeferredNumber]) -> None:
         """Note a batch of the step after its forward; ``loss`` is called where the loss is to be told."""
         if self._write is None:
             return
@@ -158,26 +158,26 @@ class Steps:
             self.tell(line | {"loss": loss.value()})
 
 
-def told_to_us(variable: str) -> str | None:
-    """The value of a variable that the supervisor has set, unless another process is to answer to it."""
+def variable_of_this_rank(variable: str) -> str | None:
+    """Return a variable that the supervisor has set, unless another process is to answer to it."""
     tells = os.environ.get(TELLS_VARIABLE)
     return os.environ.get(variable) if tells in (None, os.environ.get("LOCAL_RANK")) else None
 
 
 @cache
 def own_steps() -> Steps:
-    """Of this process.
+    """Return the reports of this process.
 
     Cached once: a process has one place to tell of its steps, which its supervisor gives it at the start.
     """
-    steps = Steps(_writer(told_to_us(STEPS_VARIABLE)))
+    steps = Steps(_writer(variable_of_this_rank(STEPS_VARIABLE)))
     if steps.told:
         atexit.register(steps.finish)
     return steps
 
 
 def _writer(path: str | None) -> Callable[[bytes], None] | None:
-    """What writes into the pipe; None where there is none, as in a container of its own."""
+    """Return a function that writes into the pipe; None where there is none, as in a container of its own."""
     try:
         fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC) if path else -1
     except OSError:

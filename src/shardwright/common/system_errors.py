@@ -1,4 +1,4 @@
-"""Says in words what the operating system refuses: of which file, how large, and what to type."""
+"""The errors of the operating system in words for a person: of which file, how large, and what to type."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def in_bytes(number: float) -> str:
-    """``596.1 MB``."""
+    """Return a size as ``596.1 MB``."""
     for unit in ("B", "kB", "MB", "GB"):
         if number < 1000 or unit == "GB":
             break
@@ -24,7 +24,7 @@ def typed_bytes(number: int) -> str:
 
 
 def in_time(seconds: float) -> str:
-    """``1.23 s``, ``12.3 ms`` or ``45.6 µs``."""
+    """Return a time as ``1.23 s``, ``12.3 ms`` or ``45.6 µs``."""
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
         if abs(seconds) * factor >= 0.9995 or unit == "µs":
             break
@@ -32,7 +32,7 @@ def in_time(seconds: float) -> str:
 
 
 def on_a_clock(seconds: float) -> str:
-    """Return how long something takes that people wait for.
+    """Return a duration as a clock shows it.
 
     >>> on_a_clock(151), on_a_clock(90061)
     ('0:02:31', '25:01:01')
@@ -42,7 +42,9 @@ def on_a_clock(seconds: float) -> str:
 
 
 def drawn(text: str, columns: int) -> str:
-    """Return what makes a terminal show a line in place of the one at the cursor, cut to its width, which may be 0.
+    """Return what a terminal is sent to show a line in place of the one in which the cursor is, and stays.
+
+    The line is cut to the terminal's width, of which a terminal may say that it is 0.
 
     >>> drawn("saving: 3 s", 8)
     '\\r\\x1b[Ksaving:'

@@ -22,7 +22,7 @@ from shardwright.launch.options.launch_options import LaunchOptions
 
 @dataclass(frozen=True)
 class EndedAttempt:
-    """What is kept of an attempt, from the start of its ranks to the end of all; ``cause`` is None for no failure."""
+    """An attempt that has ended, from the start of its ranks to the end of all; ``cause`` is None for no failure."""
 
     started_s: float
     ended_s: float
@@ -34,7 +34,7 @@ class EndedAttempt:
 
 @dataclass(frozen=True)
 class RunReport:
-    """``hosts`` is what the carrier says of each, with its ``ranks``; ``past`` are the attempts that have failed."""
+    """The file ``run.json``; ``hosts`` is the carrier's description, ``past`` are the attempts that have failed."""
 
     folder: JobFolder
     started: JobState
@@ -48,9 +48,10 @@ class RunReport:
         clocks_ahead_s: Mapping[str, float] | None = None,
         attempt: EndedAttempt | None = None,
     ) -> None:
-        """Raises `OSError`. ``clocks_ahead_s`` is how far each host's clock was ahead of the launcher's.
+        """Write the file, with the attempt that has ended if one has. Raises `OSError`.
 
-        ``attempt`` is the one that has ended. Hosts and ranks are those of the last one.
+        ``clocks_ahead_s`` is how far each host's clock was ahead of the launcher's. Hosts and ranks are those of the
+        last attempt.
         """
         state = state or self.started
         clocks = clocks_ahead_s or {}
@@ -93,11 +94,10 @@ def _ranks(judge: Judge) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Attempt:
-    """What one attempt at a job owns.
+    """The options, folder, console and state of one attempt at a job.
 
-    ``options`` tell how many ranks there are; ``past`` are the attempts at the same job that have failed.
-
-    ``run_id`` marks its processes; ``began_s`` is in seconds since the epoch.
+    ``options`` tell how many ranks there are; ``past`` are the attempts at the same job that have failed; ``run_id``
+    marks its processes.
     """
 
     options: LaunchOptions
@@ -114,7 +114,7 @@ class Attempt:
         return cls(options, folder, console, JobState.of_this_process(command, options.ranks), run_id=_run_id(folder))
 
     def next(self, options: LaunchOptions, past: tuple[EndedAttempt, ...]) -> Attempt:
-        """The attempt after this one, with the options as they are known then."""
+        """Return the attempt after this one, with the options as they are known then."""
         state = replace(self.state, restarts=len(past))
         return Attempt(options, self.folder, self.console, state, past, _run_id(self.folder))
 
@@ -133,8 +133,10 @@ def _run_id(folder: JobFolder) -> str:
 
 @dataclass(frozen=True)
 class AttemptEnd:
-    """How an attempt ended. ``all_started_s``, ``unsure_until_s`` are by the monotonic clock: until when ranks may
-    still run on a host that is lost; ``told_to_end`` is the signal by which somebody has ended the job.
+    """The end of an attempt.
+
+    ``all_started_s`` and ``unsure_until_s`` are by the monotonic clock: until the latter ranks may still run on a host
+    that is lost. ``told_to_end`` is the signal by which somebody has ended the job.
     """
 
     attempt: Attempt

@@ -14,7 +14,7 @@ from shardwright.launch.start import STARTS
 
 
 def check(request: LaunchRequest) -> list[str]:
-    """Connect to the hosts and check them as `launch` does; a line for the job and one for each host.
+    """Return the lines of `shardwright check`: connect to the hosts and check them as `launch` does.
 
     Raises `LaunchError` with everything that is in the way, `UsageError` for a job on this host alone.
     """

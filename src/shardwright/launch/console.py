@@ -1,7 +1,7 @@
-"""What a person sees of a job: the ranks that are shown, and the launcher's own lines.
+"""The output of a job on the console: the ranks that are shown, and the launcher's own lines.
 
 Nothing here ever waits for the reader: a thread for each of the two streams writes what is queued, and where a reader
-stands still the queue is full and what comes next is counted instead. All of it is in the log files.
+stands still the queue is full and later output is counted instead. All of it is in the log files.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class _WriterThread:
                 return
 
     def _is_taken(self) -> bool:
-        """Whether more could be written at once: then it is the thread that had no processor."""
+        """Return whether more could be written at once: then the thread only lacked a processor."""
         poll = select.poll()
         poll.register(self.fd, select.POLLOUT)
         return bool(poll.poll(0))
@@ -97,7 +97,7 @@ class _UnfinishedLine:
 
 
 class Console:
-    """What the ranks in ``shown`` write goes to standard output and error, with a prefix where there are several."""
+    """The console of a job, on which the ranks in ``shown`` write, with a prefix where there are several."""
 
     def __init__(self, shown: frozenset[int]) -> None:
         self.shown = shown
@@ -144,7 +144,7 @@ class Console:
         return min(waiting, default=None)
 
     def say(self, text: str) -> None:
-        """Show a line of the launcher's own, and the lines that belong to it."""
+        """Show a message of the launcher's own; its first line is marked, the others are indented."""
         start = b"\n" if self._inside_line["stderr"] or (self._one_screen and self._inside_line["stdout"]) else b""
         lines = "\n  ".join(text.splitlines())
         self._put("stderr", start + f"shardwright: {lines}\n".encode(errors="surrogateescape"))
@@ -152,7 +152,7 @@ class Console:
             self._inside_line["stdout"] = self._inside_line["stdout"] and not self._one_screen
 
     def draw(self, text: str) -> None:
-        """Show on a terminal, until something else comes, what a rank is waited for; an empty line is none.
+        """Show on a terminal, until something else comes, the task that a rank is busy with; an empty text removes it.
 
         It stands nowhere where a rank has begun a line, and not in a log.
         """

@@ -38,34 +38,34 @@ from shardwright.launch.host.processes import (
     woken_by,
 )
 from shardwright.launch.host.protocol import (
-    AskErrors,
-    AskStacks,
-    CarrierSaid,
+    CarrierOutput,
     Continued,
     End,
-    EndAsked,
     Ended,
+    EndRequested,
     Errors,
     Event,
     Exited,
     Kill,
-    Left,
+    LeftoverProcesses,
     LogLost,
     NotStarted,
     Output,
     OutputLost,
     OutputTail,
     Progressed,
+    RequestErrors,
+    RequestStacks,
     Signal,
     Stacks,
     Started,
+    StepsReported,
     Stopped,
     SupervisorGone,
-    Told,
 )
 from shardwright.launch.joblog.judge import Judge, RankEnd, describe_ranks, rank_end, signal_name, torchrun_end
 from shardwright.launch.joblog.logs import LiveFiles, RankLogs
-from shardwright.launch.progress.lines import doing_of
+from shardwright.launch.progress.lines import current_task
 
 
 class Launcher:
@@ -143,7 +143,7 @@ class Launcher:
             self.say(f"what is known of this restart cannot be written: {error}")
 
     def _host(self, rank: int) -> str:
-        """The name of a rank's host, empty where there is one host alone."""
+        """Return the name of a rank's host, empty where there is one host alone."""
         return self.connections.hosts.get(rank, "")
 
     def _on(self, connection: Connection) -> str:
@@ -162,7 +162,7 @@ class Launcher:
 
     @contextlib.contextmanager
     def _catch_signals(self) -> Iterator[None]:
-        """While this lasts, signals end nothing: they wake the loop, which takes them."""
+        """Have signals end nothing for a while: they wake the loop, which takes them."""
         with woken_by(dict.fromkeys((*ENDING_SIGNALS, *PASSED_SIGNALS, KILL_NOW), lambda *_: None)) as read:
             self.selector.register(read, selectors.EVENT_READ, lambda: self._take_signals(read))
             yield
@@ -220,9 +220,9 @@ class Launcher:
             case Started(rank, pid):
                 self.live.became(rank, "running", pid=pid, host=connection.name)
                 self._started(rank)
-            case Told(rank, data):
+            case StepsReported(rank, data):
                 self.live.told(rank, data)
-                if (doing := doing_of(data)) is not None:
+                if (doing := current_task(data)) is not None:
                     self.attempt.console.draw(doing)
             case Output(rank, stream, data):
                 self.logs.write(rank, stream, data)
@@ -239,7 +239,7 @@ class Launcher:
             case Continued(rank):
                 self.live.became(rank, "running")
                 self._tell(connection, event)
-            case Left():
+            case LeftoverProcesses():
                 self._tell(connection, event)
             case Stacks(quiet_s, data):
                 self.stall.answered(connection.name, quiet_s, data)
@@ -252,13 +252,13 @@ class Launcher:
             case Errors(errors):
                 ahead_s = connection.clock_ahead_s
                 self.judge.answered(connection.name, {r: (text, time_s - ahead_s) for r, text, time_s in errors})
-            case CarrierSaid(text, matters):
+            case CarrierOutput(text, matters):
                 self._carrier_said(text, matters)
             case NotStarted(reason):
                 self._not_started(f"{connection.name}: {reason}" if self.connections.hosts else reason)
-            case EndAsked(now=True):
+            case EndRequested(now=True):
                 self._end_now(f"stop --now -H {connection.name}")
-            case EndAsked() if not self.judge.ending:
+            case EndRequested() if not self.judge.ending:
                 self.say(f"`shardwright stop -H {connection.name}` asks to end the job")
                 self._interrupt(signal.SIGTERM)
             case SupervisorGone():
@@ -276,8 +276,8 @@ class Launcher:
         if self.stall.moved():
             self.say("the ranks get on again")
 
-    def _tell(self, connection: Connection, event: Stopped | Continued | Left) -> None:
-        """Say what a person wants to know as long as nothing has begun to end the job."""
+    def _tell(self, connection: Connection, event: Stopped | Continued | LeftoverProcesses) -> None:
+        """Tell the person, as long as nothing has begun to end the job."""
         if self.judge.ending:
             return
         match event:
@@ -288,7 +288,7 @@ class Launcher:
                 )
             case Continued(rank):
                 self.say(f"rank {rank} continues")
-            case Left(names):
+            case LeftoverProcesses(names):
                 listed = ", ".join(f"{name} (pid {pid})" for pid, name in names.items())
                 self.say(f"the ranks left processes behind, which are ended now: {listed}")
 
@@ -316,7 +316,7 @@ class Launcher:
             self.say(f"processes that do not end even when killed: {', '.join(self.unkillable)}")
 
     def _lost(self, connection: Connection) -> None:
-        """A host is lost: it has not said its last word, and never will."""
+        """Give up a host that has not said its last word, and never will."""
         lost_s = time.time()
         if connection.silent_too_long and connection.lease_s is not None:
             lost_s -= connection.lease_s  # when it was last heard
@@ -338,7 +338,7 @@ class Launcher:
     # --- the verdict
 
     def _ask_errors(self) -> None:
-        self.connections.order(AskErrors())
+        self.connections.order(RequestErrors())
         self.judge.settle(self.connections.leases().items(), time.monotonic())
 
     def _judge(self) -> None:
@@ -348,8 +348,9 @@ class Launcher:
             self._fail(cause, cause.rank if cause.rank >= 0 else None, details)
 
     def _look_for_stall(self) -> None:
-        """Ask where the ranks are, once they have been quiet for too long; with the answers the job ends, unless it is
-        to go on.
+        """Ask where the ranks are, once they have been quiet for too long; with the answers the job ends.
+
+        With ``--on-stall report`` it goes on.
         """
         if not self.judge.undecided:
             return
@@ -357,7 +358,7 @@ class Launcher:
             self.say(HINT)
         if self.stall.should_ask():
             self.stall.ask(self.connections.leases())
-            self.connections.order(AskStacks())
+            self.connections.order(RequestStacks())
         elif self.stall.is_stalled():
             self._stalled()
 

@@ -1,4 +1,4 @@
-"""What a person waits for is said where somebody looks, and nowhere else.
+"""Notes on what takes long, shown where somebody looks and nowhere else.
 
     with waiting_for("saving step-00000100"):
         ...
@@ -31,41 +31,41 @@ Show = Callable[[str], None]
 _AFTER_S, _EVERY_S = 2.0, 0.5
 
 
-class Work:
-    """Something that is under way, which prints itself."""
+class Task:
+    """A task that is under way, which prints itself."""
 
     def __init__(self, name: str) -> None:
         self._name, self._done = name, ""
         self.begun_s = time.monotonic()
 
     def stage(self, name: str) -> None:
-        """What it is from now on: "planning"."""
+        """Rename the task: "planning"."""
         self._name = name
 
     def did(self, count: int, of: int) -> None:
-        """How much of it is done."""
+        """Note how much of it is done."""
         self._done = f"{count} of {of}, "
 
     def __str__(self) -> str:
         return f"{self._name}: {self._done}{time.monotonic() - self.begun_s:.0f} s"
 
 
-class Waiting:
-    """The works that are under way in a process; ``find_show`` says where they are shown, and gives None for nowhere.
+class TaskDisplay:
+    """The tasks that are under way in a process; ``find_show`` returns the display, None for nowhere.
 
-    Works beside the main thread are shown by nobody: the program goes on meanwhile.
+    Tasks beside the main thread are not shown: the program goes on meanwhile.
     """
 
     def __init__(self, find_show: Callable[[], Show | None], after_s: float = _AFTER_S) -> None:
         self._find_show, self._after_s = find_show, after_s
-        self._works: list[Work] = []
+        self._works: list[Task] = []
         self.instead: Show | None = None
         """Who has the terminal, such as a bar of steps, and shows the line there."""
 
     @contextmanager
-    def __call__(self, name: str) -> Iterator[Work]:
-        """Inside, something is done that may take long."""
-        work = Work(name)
+    def __call__(self, name: str) -> Iterator[Task]:
+        """Show a task that may take long, while the context lasts."""
+        work = Task(name)
         if threading.current_thread() is not threading.main_thread():
             yield work
             return
@@ -107,7 +107,7 @@ class Waiting:
 
 
 def counted(name: str, items: Sequence[T]) -> Iterator[T]:
-    """The items, one after the other, while it is shown how many are done."""
+    """Yield the items one after the other, while it is shown how many are done."""
     with waiting_for(name) as work:
         for count, item in enumerate(items):
             work.did(count, len(items))
@@ -115,7 +115,7 @@ def counted(name: str, items: Sequence[T]) -> Iterator[T]:
 
 
 def _find_show() -> Show | None:
-    """The launcher that listens to this process, or else its terminal, if it is rank 0."""
+    """Return the launcher that listens to this process, or else its terminal, if it is rank 0."""
     steps = own_steps()
     if not steps.told and not _has_terminal():
         return None
@@ -126,7 +126,7 @@ def _find_show() -> Show | None:
 
 
 def _has_terminal() -> bool:
-    """Whether errors are written on a terminal; what a program has put in the place of the stream may not say."""
+    """Return whether errors are written on a terminal; a stream that a program has replaced may not say."""
     with contextlib.suppress(AttributeError, ValueError, OSError):
         return sys.stderr.isatty() and sys.stderr.fileno() >= 0
     return False
@@ -137,5 +137,5 @@ def _on_terminal(text: str) -> None:
     sys.stderr.flush()
 
 
-waiting_for = Waiting(_find_show)
+waiting_for = TaskDisplay(_find_show)
 """Of this process."""

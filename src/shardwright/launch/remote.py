@@ -73,7 +73,7 @@ class RemoteAttempts:
         return carrier
 
     def _on_what_is_left(self, options: LaunchOptions, notify: Notify) -> SshCarrier:
-        """The carrier of the hosts that can be used; those left may be lost in the meantime, too."""
+        """Return the carrier of the hosts that can be used; those left may be lost in the meantime, too."""
         left, lost = self.hosts.hosts, dict[str, list[str]]()
         while True:
             ranks = self._ranks_on(left)
@@ -99,7 +99,7 @@ class RemoteAttempts:
             return carrier
 
     def _ranks_on(self, hosts: tuple[Host, ...]) -> int:
-        """The ranks on these hosts: as at first if there is room; where slots are shared, by the same measure."""
+        """Return the ranks on these hosts: as at first if there is room; else in proportion to the slots."""
         slots, before = Hosts(hosts).slots or 0, self.hosts.slots or 1
         return max(min(self.ranks, slots), self.ranks * slots // before) if hosts else 0
 

@@ -46,10 +46,10 @@ What it says is about a restart. Raises `UsageError` or `LaunchError` where the 
 
 
 def run_job(restarts: RestartOptions, folder: JobFolder, prepare: Prepare, started: Callable[[], None]) -> int:
-    """Run the job and return the exit code of its last attempt. ``started`` is called once all ranks of the first one
-    have started.
+    """Run the job and return the exit code of its last attempt.
 
-    Raises `UsageError` or `LaunchError` where no rank ever ran; then the folder is removed.
+    ``started`` is called once all ranks of the first one have started. Raises `UsageError` or `LaunchError` where no
+    rank ever ran; then the folder is removed.
     """
     with ended_by_signals() as wait:
         return _Attempts(restarts, folder, prepare, started, wait).run()
@@ -190,8 +190,9 @@ class _Attempts:
 
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[Wait]:
-    """While this lasts, nothing runs that would need a grace: a signal that ends jobs raises `SystemExit`, and one that
-    is for ranks is lost. Yields a function that waits for so many seconds.
+    """Yield a function that waits for so many seconds; a signal that ends jobs raises `SystemExit` meanwhile.
+
+    Nothing runs that would need a grace, and a signal that is for ranks is lost.
     """
 
     def end(signum: int, _: FrameType | None) -> None:

@@ -121,7 +121,7 @@ _STARTED = b"started"
 
 
 def detach(run: Callable[[Callable[[], None]], int], folder: JobFolder) -> int:
-    """``run`` in a forked process; returns 0 when it has called back to say that its ranks have started.
+    """Call ``run`` in a forked process; return 0 when that has called back to say that its ranks have started.
 
     What the background launcher says goes to the job's ``console`` file. Raises `LaunchError` where it did not start.
     """
@@ -161,7 +161,7 @@ def _run_in_background(run: Callable[[Callable[[], None]], int], folder: JobFold
 
 
 def _tell(answer: int, text: bytes) -> None:
-    """Once: the caller waits for the end of the pipe."""
+    """Write the answer once: the caller waits for the end of the pipe."""
     try:
         os.write(answer, text)
         os.close(answer)

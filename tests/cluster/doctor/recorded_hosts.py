@@ -1,4 +1,4 @@
-"""Hosts whose answers were recorded: files, commands and facts in a TOML file, as `Reading` has them."""
+"""Hosts whose answers were recorded: files, commands and facts in a TOML file, as `HostReading` has them."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shardwright.cluster.doctor import wanted
-from shardwright.cluster.doctor.reading import Ran, Reading
+from shardwright.cluster.doctor import sources
+from shardwright.cluster.doctor.reading import CommandResult, HostReading
 
 RECORDED = Path(__file__).parent / "recorded"
-GPUS = " ".join(wanted.NVIDIA_QUERY)
-LINKS = " ".join(wanted.NVIDIA_TOPOLOGY)
+GPUS = " ".join(sources.NVIDIA_QUERY)
+LINKS = " ".join(sources.NVIDIA_TOPOLOGY)
 
 
-def recorded(name: str) -> Reading:
+def recorded(name: str) -> HostReading:
     """The host of a file of that name."""
     return read_recorded((RECORDED / f"{name}.toml").read_text())
 
 
-def read_recorded(text: str) -> Reading:
+def read_recorded(text: str) -> HostReading:
     """The host that is recorded so: by hand, or by `scripts/record_host.py`."""
     said = tomllib.loads(text)
     commands = {words: _ran(ran) for words, ran in said["commands"].items()}
-    return Reading.of(said["name"], {"unreadable": {}, **said, "commands": commands})
+    return HostReading.of(said["name"], {"unreadable": {}, **said, "commands": commands})
 
 
 def _ran(ran: str | Mapping[str, Any]) -> Mapping[str, Any]:
@@ -35,14 +35,16 @@ def _ran(ran: str | Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def altered(
-    reading: Reading,
+    reading: HostReading,
     files: Mapping[str, str | None] | None = None,
     unreadable: Mapping[str, str] | None = None,
-    commands: Mapping[str, str | Ran | None] | None = None,
+    commands: Mapping[str, str | CommandResult | None] | None = None,
     facts: Mapping[str, Any] | None = None,
-) -> Reading:
+) -> HostReading:
     """The same host with other files, commands and facts; None takes one away."""
-    ran = {name: Ran(0, said, "") if isinstance(said, str) else said for name, said in (commands or {}).items()}
+    ran = {
+        name: CommandResult(0, said, "") if isinstance(said, str) else said for name, said in (commands or {}).items()
+    }
     return replace(
         reading,
         files=_with(reading.files, files or {}),

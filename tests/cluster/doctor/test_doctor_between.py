@@ -8,13 +8,13 @@ from recorded_hosts import GPUS, altered, recorded
 
 from shardwright.cluster.doctor.checks.between import check_between
 from shardwright.cluster.doctor.finding import Severity
-from shardwright.cluster.doctor.reach import MOST_PAIRED, Cluster, Try, Way, _ways, others_of, with_way_out
-from shardwright.cluster.doctor.reading import Ran
+from shardwright.cluster.doctor.reach import MOST_PAIRED, Cluster, Route, TcpAttempt, _ways, others_of, with_way_out
+from shardwright.cluster.doctor.reading import CommandResult
 from shardwright.launch.hosts.hosts import Hosts
 
 OK, NOTE, UNKNOWN, WARNING, PROBLEM = Severity
 ADDRESS = {name: f"10.0.0.{number}" for number, name in enumerate("abc", 1)}
-GOOD = Ran(0, "", "")
+GOOD = CommandResult(0, "", "")
 
 
 def host(name, **facts):
@@ -24,7 +24,9 @@ def host(name, **facts):
 
 def way(here, there, how="all", said="", ssh=GOOD, addresses=None):
     mine = ADDRESS[here] if how in ("all", "stalls") else None
-    return Way((Try(ADDRESS[there], how, mine, said),), (ADDRESS[there],) if addresses is None else addresses, ssh)
+    return Route(
+        (TcpAttempt(ADDRESS[there], how, mine, said),), (ADDRESS[there],) if addresses is None else addresses, ssh
+    )
 
 
 def three(ways=None, ahead_s=None, **changed):
@@ -38,7 +40,7 @@ def small_mtu(name, mtu="1400"):
     return altered(host(name), files={"/sys/class/net/eth0/mtu": mtu})
 
 
-DENIED = Ran(255, "", "alice@b: Permission denied (publickey).\r\n")
+DENIED = CommandResult(255, "", "alice@b: Permission denied (publickey).\r\n")
 # what is wrong -> check, severity, host, words, what to type
 CASES = {
     "torch": (
@@ -139,7 +141,7 @@ def test_of_many_hosts_it_is_said_how_many_ways_were_tried():
     readings = {name: altered(host("a"), facts={"addresses": [["eth0", at[name], 0]]}) for name in names}
     hosts = Hosts.from_list(",".join(names))
     ways = {
-        (one.name, other.name): Way((Try(at[other.name], "all", at[one.name], ""),), (at[other.name],), GOOD)
+        (one.name, other.name): Route((TcpAttempt(at[other.name], "all", at[one.name], ""),), (at[other.name],), GOOD)
         for one in hosts
         for other in others_of(one, hosts.hosts)
     }
@@ -157,8 +159,8 @@ def test_the_interface_that_leads_to_all_others_is_known_of_a_host():
     reading = host("a", addresses=[[name, *rest] for name, rest in speeds.items()])
 
     def tried(*ends):
-        bridge = Try("172.17.0.1", "another", "172.17.0.1", "")
-        return Way((bridge, *(Try("x", "all", end, "") for end in ends)), (), GOOD)
+        bridge = TcpAttempt("172.17.0.1", "another", "172.17.0.1", "")
+        return Route((bridge, *(TcpAttempt("x", "all", end, "") for end in ends)), (), GOOD)
 
     def leads(**ways):
         return with_way_out(reading, {(reading.name, there): way for there, way in ways.items()}).facts["leads_out"]
@@ -175,7 +177,7 @@ def test_the_interface_that_leads_to_all_others_is_known_of_a_host():
         ({"files": {"/sys/class/net/eth0/mtu": "big"}}, {"MTU": ("b",)}),
         ({"facts": {"addresses": 3}}, {"MTU": ("b",), "ports": ("a", "b", "c")}),
         ({"facts": {"addresses": [["eth0"], 7]}}, {"MTU": ("b",), "ports": ("a", "b", "c")}),
-        ({"commands": {"mpirun --version": Ran(1, "", "broken")}}, {"MPI": ("b",)}),
+        ({"commands": {"mpirun --version": CommandResult(1, "", "broken")}}, {"MPI": ("b",)}),
     ],
 )
 def test_what_is_said_in_another_form_is_unknown_and_hides_nothing_else(bad, unknown):

@@ -9,22 +9,24 @@ from pathlib import Path
 import pytest
 from recorded_hosts import GPUS, LINKS, altered, recorded
 
-from shardwright.cluster.doctor import probe, wanted
+from shardwright.cluster.doctor import probe, sources
 from shardwright.cluster.doctor.checks import CHECKS
 from shardwright.cluster.doctor.checks.gpus import DRIVER_CUDA, newest_cuda
 from shardwright.cluster.doctor.finding import Severity, examine
-from shardwright.cluster.doctor.reading import Ran
+from shardwright.cluster.doctor.reading import CommandResult
 from shardwright.launch.options.carrier_facts import find_mpirun
 
 IB, NET, CPU = "/sys/class/infiniband/mlx5_0/ports/1", "/sys/class/net", "/sys/devices/system/cpu/cpu0/cpufreq"
 OK, NOTE, UNKNOWN, WARNING, PROBLEM = Severity
 GIB = 1 << 30
-FAILED = Ran(1, "", "Failed to initialize NVML: Driver/library version mismatch\n")
-CAPABILITY = " ".join(wanted.NVIDIA_CAPABILITY)
+FAILED = CommandResult(1, "", "Failed to initialize NVML: Driver/library version mismatch\n")
+CAPABILITY = " ".join(sources.NVIDIA_CAPABILITY)
 DRIVER = "/sys/bus/pci/devices/0000:07:00.0"
 
 NO_GPUS = {  # as in a container that has the programs of the driver, but not the devices
-    "commands": {GPUS: Ran(9, "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n", "")},
+    "commands": {
+        GPUS: CommandResult(9, "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n", "")
+    },
     "files": {f"{DRIVER}/vendor": "0x1002"},
 }
 NO_IB = {f"{IB}/state": "1: DOWN", f"{IB.replace('_0', '_1')}/state": "1: DOWN"}
@@ -323,10 +325,10 @@ def test_a_program_beside_the_interpreter_is_found_first(tmp_path, monkeypatch):
         program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "venv" / "python"))
     monkeypatch.setenv("PATH", f"{tmp_path / 'path'}:{os.environ['PATH']}")
-    assert probe._run(wanted.MPIRUN)["out"] == "mpirun (Open MPI) 5.0.8 --version\n"
+    assert probe._run(sources.MPIRUN)["out"] == "mpirun (Open MPI) 5.0.8 --version\n"
     assert find_mpirun(os.environ) == str(tmp_path / "venv" / "mpirun")
     (tmp_path / "venv" / "mpirun").unlink()
-    assert probe._run(wanted.MPIRUN)["out"] == "mpirun (Open MPI) 4.1.2 --version\n"
+    assert probe._run(sources.MPIRUN)["out"] == "mpirun (Open MPI) 4.1.2 --version\n"
     assert probe._run(("no-such-program",)) is None
 
 

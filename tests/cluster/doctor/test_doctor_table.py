@@ -11,9 +11,8 @@ from rich.console import Console
 
 from shardwright.cli import cli
 from shardwright.cluster.doctor import probe
-from shardwright.cluster.doctor.command import find
+from shardwright.cluster.doctor.command import find, fix_script, show, to_json
 from shardwright.cluster.doctor.reach import Cluster
-from shardwright.cluster.doctor.table import fix_script, show, to_json
 from shardwright.launch.hosts.hosts import Hosts
 
 OLD = {GPUS: "0, NVIDIA A100-SXM4-80GB, 470.57.02, Disabled, 0\n"}

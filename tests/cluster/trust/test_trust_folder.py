@@ -3,7 +3,7 @@
 import pytest
 
 from shardwright.cluster.trust.on_host import Folder
-from shardwright.cluster.trust.plan import Look, authorized_line, plan
+from shardwright.cluster.trust.plan import SshState, authorized_line, plan
 from shardwright.errors import LaunchError
 from shardwright.launch.hosts.hosts import Hosts
 
@@ -75,7 +75,7 @@ def test_a_link_stays_a_link(tmp_path):
 
 
 def look(host, key, authorized=(), known=()):
-    return Look.of(host, {"user": "me", "key": key, "authorized": authorized, "known": known, "undo": []})
+    return SshState.of(host, {"user": "me", "key": key, "authorized": authorized, "known": known, "undo": []})
 
 
 def test_what_is_shown_is_what_each_lacks():

@@ -9,12 +9,12 @@ from browser import opened
 from shardwright.compiler.report.runs.document import document_of, history, whole_run
 from shardwright.compiler.report.runs.html import save_html
 from shardwright.errors import UsageError
-from shardwright.launch.progress.ranks import Watched
+from shardwright.launch.progress.ranks import WatchedJob
 from told_jobs import PLAN, job, tell
 
 
 def document(made, ranks=4):
-    now, histories = Watched(made.path).snapshot(), [history(made, rank) for rank in range(ranks)]
+    now, histories = WatchedJob(made.path).snapshot(), [history(made, rank) for rank in range(ranks)]
     return document_of(made, whole_run(now, histories), histories)
 
 

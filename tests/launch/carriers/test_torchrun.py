@@ -9,7 +9,7 @@ import pytest
 
 from launching import wait_until
 from many_hosts import jobs_on_hosts
-from shardwright.common.step_lines import STEPS_VARIABLE, TELLS_VARIABLE, told_to_us
+from shardwright.common.step_lines import STEPS_VARIABLE, TELLS_VARIABLE, variable_of_this_rank
 from shardwright.launch.carriers.torchrun import one_per_host
 from shardwright.launch.host.program import Program
 from shardwright.launch.options.launch_options import LaunchOptions
@@ -85,11 +85,11 @@ def test_of_the_ranks_of_a_torchrun_the_first_tells(monkeypatch):
     assert name == TELLS_VARIABLE
     monkeypatch.setenv(STEPS_VARIABLE, "pipe")
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert told_to_us(STEPS_VARIABLE) == "pipe"
+    assert variable_of_this_rank(STEPS_VARIABLE) == "pipe"
     monkeypatch.setenv(TELLS_VARIABLE, value)
-    assert told_to_us(STEPS_VARIABLE) is None
+    assert variable_of_this_rank(STEPS_VARIABLE) is None
     monkeypatch.setenv("LOCAL_RANK", "0")
-    assert told_to_us(STEPS_VARIABLE) == "pipe"
+    assert variable_of_this_rank(STEPS_VARIABLE) == "pipe"
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from shardwright.common.pulse import PulseFile, open_pulse, site
 from shardwright.distributed.following import Follower, recorded
 from shardwright.launch.hangs.stacks import Frame, Observation, Target, observe
 from shardwright.launch.hangs.stall_report import report_text
-from shardwright.launch.hangs.stall_verdict import Hang, place_of
+from shardwright.launch.hangs.stall_verdict import Hang, location_of
 
 LOADING = (Frame("/w/train.py", 8, "load"),)
 
@@ -68,7 +68,7 @@ def test_a_rank_is_where_its_gpu_is_and_not_where_its_program_is(rank, done, kin
     file, device, pulse = rank
     device.done = done
     pulse.look()
-    place = place_of(seen(file))
+    place = location_of(seen(file))
     assert (place.kind, place.text, file.read().queued) == (kind, text, queued)
     assert file.read().collectives == 3
 
@@ -106,14 +106,14 @@ def test_a_gpu_that_waits_for_what_was_begun_before_is_in_that(rank):
         pass
     device.done = 7
     pulse.look()
-    assert place_of(seen(file)).text == "in all_reduce of step 2 for linear"
+    assert location_of(seen(file)).text == "in all_reduce of step 2 for linear"
     assert file.read().collectives == 3
 
 
 def test_a_rank_without_a_gpu_is_where_its_program_is():
     file = PulseFile()
     with open_pulse.__wrapped__(file.path)(b"all_reduce"):
-        assert place_of(seen(file)).text == "in all_reduce"
+        assert location_of(seen(file)).text == "in all_reduce"
 
 
 def entry(number, state, group="world", **more):

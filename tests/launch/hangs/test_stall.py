@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from shardwright.common.pulse import PulseFile, Reading, open_pulse
+from shardwright.common.pulse import PulseFile, PulseReading, open_pulse
 from shardwright.errors import UsageError
 from shardwright.launch.hangs.stacks import (
     Frame,
@@ -22,7 +22,7 @@ from shardwright.launch.hangs.stacks import (
 )
 from shardwright.launch.hangs.stall import StallWatch
 from shardwright.launch.hangs.stall_report import group_lines, headline, report_text, write_report
-from shardwright.launch.hangs.stall_verdict import Hang, place_of
+from shardwright.launch.hangs.stall_verdict import Hang, location_of
 from shardwright.launch.options.launch_options import read_options
 from shardwright.launch.options.request import LaunchRequest
 from shardwright.launch.options.variables import read_variables
@@ -46,7 +46,7 @@ def seen(rank=0, frames=(), **facts):
 
 
 def inside(operation="all_reduce", step=41, what="linear of layers.3", position=7, collectives=83):
-    return Reading(1, 500, step, collectives, operation, what, position)
+    return PulseReading(1, 500, step, collectives, operation, what, position)
 
 
 # --- where a rank is
@@ -100,7 +100,7 @@ def inside(operation="all_reduce", step=41, what="linear of layers.3", position=
     ],
 )  # fmt: skip
 def test_a_place_in_words(observation, kind, text):
-    place = place_of(observation)
+    place = location_of(observation)
     assert (place.kind, place.text) == (kind, text)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from shardwright.launch.host.agent_protocol import AGENT_EVENTS, AGENT_ORDERS, Check, TooOld
 from shardwright.launch.host.program import Program
-from shardwright.launch.host.protocol import CarrierSaid, Ended, Exited, KeptAt, Kill, Output, OutputTail, Start
+from shardwright.launch.host.protocol import CarrierOutput, Ended, Exited, Kill, LogRetention, Output, OutputTail, Start
 from shardwright.launch.host.stream import Decoder, Writer, encode
 
 
@@ -15,15 +15,15 @@ def test_messages_survive_any_cut():
     sent = [
         Output(1, "stdout", b'a\n{"x"'),
         Ended((), (7,)),
-        CarrierSaid("é", True),
+        CarrierOutput("é", True),
         OutputTail(2, "stderr", bytes(300)),
     ]
     stream = b"".join(encode(message) for message in sent)
     for size in (1, 2, 7, 64, 10_000):
-        decoder = Decoder(Output, Ended, CarrierSaid, OutputTail)
+        decoder = Decoder(Output, Ended, CarrierOutput, OutputTail)
         got = [m for i in range(0, len(stream), size) for m in decoder.feed(stream[i : i + size])]
         assert got == sent
-        assert [type(message) for message in got] == [Output, Ended, CarrierSaid, OutputTail]
+        assert [type(message) for message in got] == [Output, Ended, CarrierOutput, OutputTail]
 
 
 def test_what_to_start_survives_the_stream():
@@ -32,7 +32,7 @@ def test_what_to_start_survives_the_stream():
         True,
         {0: {"RANK": "0"}, 3: {"RANK": "3"}},
         (7, 8),
-        kept=KeptAt("/l", (0,), ""),
+        kept=LogRetention("/l", (0,), ""),
     )
     [message] = Decoder(Start).feed(encode(start))
     assert message == start

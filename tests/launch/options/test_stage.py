@@ -8,10 +8,10 @@ import pytest
 from shardwright.errors import UsageError
 from shardwright.launch.host.agent_protocol import StageBegin, StageEntry, StageMore
 from shardwright.launch.host.folders import remove_folder
-from shardwright.launch.host.protocol import KeptAt
+from shardwright.launch.host.protocol import LogRetention
 from shardwright.launch.host.stage import Stage, StagedFiles
 from shardwright.launch.host.stream import Decoder
-from shardwright.launch.joblog.logs import KeptLogs
+from shardwright.launch.joblog.logs import RetainedLogs
 
 
 def deliver(stage, scratch, pieces=None):
@@ -117,7 +117,7 @@ def test_a_disk_without_room_is_a_problem_and_leaves_nothing(here):
 
 
 def test_logs_that_stay_on_a_host(tmp_path):
-    kept = KeptLogs(KeptAt(str(tmp_path), (2,), ""), [2, 3])
+    kept = RetainedLogs(LogRetention(str(tmp_path), (2,), ""), [2, 3])
     assert [kept.write(2, "stderr", b"a"), kept.write(3, "stderr", b"b" * 40_000), kept.write(3, "stdout", b"c")] == [
         True, False, False
     ]  # fmt: skip
@@ -125,7 +125,7 @@ def test_logs_that_stay_on_a_host(tmp_path):
     assert kept.close() == []
     assert (tmp_path / "rank.3/stderr").read_bytes() == b"b" * 40_000
     with pytest.raises(FileExistsError):
-        KeptLogs(KeptAt(str(tmp_path), (), ""), [2])
-    again = KeptLogs(KeptAt(str(tmp_path), (), "[again]\n"), [2])
+        RetainedLogs(LogRetention(str(tmp_path), (), ""), [2])
+    again = RetainedLogs(LogRetention(str(tmp_path), (), "[again]\n"), [2])
     again.close()
     assert (tmp_path / "rank.2/stderr").read_text() == "a\n[again]\n"

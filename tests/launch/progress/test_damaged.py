@@ -18,7 +18,7 @@ from shardwright.launch.carriers.packed import sources
 from shardwright.launch.joblog.job import JobFolder, JobState, find_job
 from shardwright.launch.joblog.jobs import JobRecord, known_jobs, make_private
 from shardwright.launch.joblog.judge import read_error_file
-from shardwright.launch.progress.ranks import Watched
+from shardwright.launch.progress.ranks import WatchedJob
 from told_jobs import LINE, PLAN, job, tell
 
 OTHERS = (None, True, "x", -1, 1.5, 10**40, float("nan"), [], {})
@@ -91,7 +91,7 @@ def test_a_state_of_any_form_is_read_or_is_none(done):
         assert state is None or isinstance(state.end, str)
         if state is not None:
             assert find_job(done.path.parent, None) == JobFolder(done.path)
-            Watched(done.path).snapshot()
+            WatchedJob(done.path).snapshot()
 
 
 def test_records_of_any_form_are_read_or_left_out(tmp_path, monkeypatch):

@@ -22,7 +22,7 @@ from shardwright.launch.hosts.hosts import Host
 from shardwright.launch.joblog.job import JobFolder
 from shardwright.launch.joblog.logs import LiveFiles
 from shardwright.launch.progress.lines import GrowingFile
-from shardwright.launch.progress.ranks import Snapshot, Watched
+from shardwright.launch.progress.ranks import Snapshot, WatchedJob
 from shardwright.launch.supervisor.rank_start import check_open_files, open_steps
 from told_jobs import PLAN, job, tell
 
@@ -123,7 +123,7 @@ def test_without_a_listener_nothing_is_done():
 @pytest.mark.usefixtures("clock_stands")
 def test_marks_name_who_is_stopped_who_is_slow_and_who_is_quiet(tmp_path):
     made, live = job(tmp_path)
-    watched = Watched(made.path)
+    watched = WatchedJob(made.path)
     assert watched.snapshot().first is None
     live.told(0, json.dumps({"plan": PLAN}).encode() + b"\n")
     for rank in range(4):
@@ -150,7 +150,7 @@ def test_marks_name_who_is_stopped_who_is_slow_and_who_is_quiet(tmp_path):
 
 def test_what_is_no_folder_of_a_job_is_said_so(tmp_path):
     with pytest.raises(UsageError, match=r"nothing has no job.json that can be read"):
-        Watched(tmp_path / "nothing").snapshot()
+        WatchedJob(tmp_path / "nothing").snapshot()
 
 
 class Answering:
@@ -162,7 +162,7 @@ class Answering:
     def ask(self, order):
         if order["order"] == "jobs":
             return {"records": [self.record]}
-        return Watched(Path(order["folder"])).snapshot().to_message()
+        return WatchedJob(Path(order["folder"])).snapshot().to_message()
 
 
 def test_a_job_that_was_lost_is_not_meant_where_another_of_its_name_is(tmp_path, monkeypatch, capsys):
@@ -264,7 +264,7 @@ def test_the_screen_is_readable_at_any_width(tmp_path, width):
         tell(live, rank, wire=wire | {"out": 30_000_000} if rank == 0 else None)
     live.became(1, "stopped", signal="SIGSTOP", pid=101)
     (made.rank(3) / "stdout").write_text("\x1b[31mloading 10 %\rloading 100 %\n" + "long " * 80 + "\n")
-    lines = lines_of(Watched(made.path).snapshot(), width)
+    lines = lines_of(WatchedJob(made.path).snapshot(), width)
     text = "\n".join(lines)
     assert max(map(len, lines)) <= width
     assert "job digits  running 0:02:31  4 ranks on 2 hosts" in text
@@ -281,9 +281,9 @@ def test_the_screen_is_readable_at_any_width(tmp_path, width):
 
 def test_a_job_of_which_nothing_was_told_says_why(tmp_path):
     made, _ = job(tmp_path, ranks=2)
-    assert "no step has been told yet" in lines_of(Watched(made.path).snapshot(), 100)[1]
+    assert "no step has been told yet" in lines_of(WatchedJob(made.path).snapshot(), 100)[1]
     (made.path / "ranks.jsonl").unlink()
-    lines = lines_of(Watched(made.path).snapshot(), 100)
+    lines = lines_of(WatchedJob(made.path).snapshot(), 100)
     assert lines[0].endswith("  2 ranks")
     assert lines[1].startswith("ranks.jsonl is missing in its folder")
 
@@ -291,7 +291,7 @@ def test_a_job_of_which_nothing_was_told_says_why(tmp_path):
 @pytest.mark.usefixtures("clock_stands")
 def test_what_people_wait_for_is_shown_in_place_of_a_quiet_rank(tmp_path):
     made, live = job(tmp_path, ranks=2)
-    watched = Watched(made.path)
+    watched = WatchedJob(made.path)
     live.told(0, b'{"time_s": 1, "doing": "capturing Net: 2 s"}\n')
     assert lines_of(watched.snapshot(), 60)[1] == "capturing Net: 2 s"
     for rank in range(2):
@@ -311,7 +311,7 @@ def test_what_people_wait_for_is_shown_in_place_of_a_quiet_rank(tmp_path):
 def test_of_many_ranks_those_with_a_mark_are_shown(tmp_path):
     made, live = job(tmp_path, ranks=200)
     live.became(150, "stopped", signal="SIGSTOP", pid=1)
-    lines = lines_of(Watched(made.path).snapshot(), 80)
+    lines = lines_of(WatchedJob(made.path).snapshot(), 80)
     assert len(lines) <= 24
     assert any(line.startswith(" 150 ") and "stopped" in line for line in lines)
     assert any(line.startswith("and 18") for line in lines)

@@ -80,7 +80,7 @@ def _problem(world: World, options: BenchOptions) -> str | None:
 
 
 def _free_bytes() -> int:
-    """The memory that new processes can have without swapping, as Linux tells it."""
+    """Return the memory that new processes can have without swapping, as Linux reports it."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -89,14 +89,14 @@ def _free_bytes() -> int:
 
 @dataclass(frozen=True)
 class _Timed:
-    """What a half of a row takes, before it is rounded."""
+    """The time of a half of a row, before it is rounded, and its wrong elements."""
 
     seconds: float
     wrong: int | None
 
 
 class _Bench:
-    """What stays the same over all rows of a job."""
+    """The settings that stay the same over all rows of a job."""
 
     def __init__(self, world: World, options: BenchOptions) -> None:
         self.world = world
@@ -151,7 +151,7 @@ class _Bench:
         return Half(seconds * 1e6, algbw, algbw * operation.factor(case.ranks), total)
 
     def _time(self, operation: Operation, case: Case, buffers: Buffers) -> float:
-        """Seconds of one call on this rank, the mean of a loop."""
+        """Return the seconds of one call on this rank, the mean of a loop."""
         operation.fill(case, buffers)
         for _ in range(self.options.warmup):
             operation.call(case, buffers)
@@ -165,7 +165,7 @@ class _Bench:
         return took_s(loop, case.device) / self.options.iters
 
     def _wrong(self, operation: Operation, case: Case, buffers: Buffers) -> int:
-        """The wrong elements on this rank after one call on fresh data, the most of ``check`` calls."""
+        """Return the wrong elements on this rank after one call on fresh data, the most of ``check`` calls."""
         most = 0
         for _ in range(self.options.check):
             buffers.received.zero_()
@@ -177,7 +177,7 @@ class _Bench:
 
 
 def _this_device(world: World) -> RankDevice:
-    """This rank, with its GPU or its processor."""
+    """Return this rank, with its GPU or its processor."""
     bus: tuple[int, ...] = (0, 0, 0)
     number, name = world.local_rank, processor()
     if world.device.type == "cuda":
@@ -189,5 +189,5 @@ def _this_device(world: World) -> RankDevice:
 
 
 def passed(tests: tuple[Test, ...]) -> bool:
-    """Whether no element of any row was wrong."""
+    """Return whether no element of any row was wrong."""
     return not any(test.out_of_bounds for test in tests)

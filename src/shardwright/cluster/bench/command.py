@@ -1,4 +1,4 @@
-"""What ``shardwright bench`` does: measures in this process under a launcher, else starts the ranks that measure.
+"""The command ``shardwright bench``: measure in this process under a launcher, else start the ranks that measure.
 
 Imports no torch before it knows that this process is a rank.
 """

@@ -27,7 +27,7 @@ _LARGE_ENOUGH = 1 << 20
 
 
 def _numbers(rank: int, ranks: int, reduction: str, dtype: torch.dtype) -> Tensor:
-    """The pattern of a rank as int64 [PERIOD]."""
+    """Return the pattern of a rank as int64 [PERIOD]."""
     largest = _LARGEST.get(dtype, _LARGE_ENOUGH)
     generator = torch.Generator().manual_seed(7919 * rank + 1)
     place = torch.arange(PERIOD)
@@ -42,7 +42,7 @@ def _numbers(rank: int, ranks: int, reduction: str, dtype: torch.dtype) -> Tenso
 
 @lru_cache(maxsize=256)
 def pattern(rank: int, ranks: int, reduction: str, dtype: torch.dtype) -> Tensor:
-    """What rank ``rank`` of ``ranks`` sends, in ``dtype`` [PERIOD].
+    """Return the data that rank ``rank`` of ``ranks`` sends, in ``dtype`` [PERIOD].
 
     Cached by all that it is made of, a seed among them; callers read it alone.
     """
@@ -51,7 +51,7 @@ def pattern(rank: int, ranks: int, reduction: str, dtype: torch.dtype) -> Tensor
 
 @lru_cache(maxsize=256)
 def reduced(ranks: int, reduction: str, dtype: torch.dtype) -> Tensor:
-    """The patterns of all ranks, reduced [PERIOD].
+    """Return the patterns of all ranks, reduced [PERIOD].
 
     Cached by all that it is made of; callers read it alone.
     """
@@ -77,7 +77,7 @@ def fill(buffer: Tensor, numbers: Tensor, part: int = 0) -> None:
 
 
 def count_wrong(buffer: Tensor, numbers: Tensor, part: int = 0) -> int:
-    """The elements of ``buffer`` [n] that differ from what `fill` writes there; NaN differs."""
+    """Return the number of elements of ``buffer`` [n] that differ from what `fill` writes there; NaN differs."""
     numbers = _begun(numbers, part).to(buffer.device)
     whole = buffer.numel() // PERIOD * PERIOD
     wrong = (buffer[:whole].view(-1, PERIOD) != numbers).sum()

@@ -1,4 +1,4 @@
-"""How fast a device computes, measured as a training step uses it: with autograd, while all ranks compute.
+"""The speed of a device, measured as a training step uses it: with autograd, while all ranks compute.
 
 The planner prices a forward, and a backward as `BACKWARD` of them. So each figure is taken from a forward and its
 backward together: priced with it, both come out as they were measured.
@@ -27,7 +27,7 @@ _FLOAT = 4
 
 @dataclass(frozen=True)
 class DeviceSpeeds:
-    """What `shardwright.compiler.plan.pricing.hardware.Hardware` says of a device, by the same names."""
+    """The fields of `shardwright.compiler.plan.pricing.hardware.Hardware` that are about a device."""
 
     flops: tuple[tuple[str, float], ...]
     memory_bandwidth: float
@@ -36,28 +36,28 @@ class DeviceSpeeds:
 
 
 def measure_device(device: torch.device) -> DeviceSpeeds:
-    """The figures of the slowest rank. All ranks call this together."""
+    """Return the figures of the slowest rank. All ranks call this together."""
     flops = tuple((str(dtype).removeprefix("torch."), _flops(device, dtype)) for dtype in _dtypes(device))
     bandwidth, launch_s = _memory_bandwidth(device), _launch_s(device)
     return DeviceSpeeds(flops, bandwidth, launch_s, _at_once(device, dict(flops)["float32"], bandwidth))
 
 
 def timed_s(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of ``run()`` on this rank, from a moment that all ranks have reached."""
+    """Return the seconds of ``run()`` on this rank, from a moment that all ranks have reached."""
     synchronize(device)
     dist.barrier()
     return took_s(run, device)
 
 
 def slowest_s(run: Callable[[], object], device: torch.device, calls: int = _CALLS) -> float:
-    """The median over some calls of what ``run()`` takes on the slowest rank; every rank gets the same."""
+    """Return the median over some calls of the seconds of ``run()`` on the slowest rank, the same on every rank."""
     timed_s(run, device)
     mine = [timed_s(run, device) for _ in range(calls)]
     return float(statistics.median(max(call) for call in zip(*from_all_ranks(mine), strict=True)))
 
 
 def _forward_s(network: Callable[..., Tensor], leaves: Sequence[Tensor], device: torch.device) -> float:
-    """What counts as the forward of ``network(*leaves)``: its part of a forward with its backward."""
+    """Return the part of a forward with its backward that the planner counts as the forward of ``network``."""
     leaves = [leaf.detach().requires_grad_() for leaf in leaves]
     gradient = torch.randn_like(network(*leaves))
     return slowest_s(lambda: torch.autograd.grad(network(*leaves), leaves, gradient), device) / _TIMES
@@ -68,7 +68,7 @@ def _dtypes(device: torch.device) -> list[torch.dtype]:
 
 
 def _flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations per second in a square product that fills the device."""
+    """Return the operations per second in a square product that fills the device."""
     n = 8192 if device.type == "cuda" else 512
     x, weight = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))  # equal numbers draw less power
     return 2 * n**3 / _forward_s(F.linear, [x, weight], device)
@@ -81,14 +81,14 @@ def _pointwise(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _memory_bandwidth(device: torch.device) -> float:
-    """Bytes per second that operators read and write which do little with them."""
+    """Return the bytes per second that operators read and write which do little with them."""
     size = beyond_caches(4 * 2**20, cache_bytes(device)) // _FLOAT
     x, y = (torch.randn(size // 256, 256, device=device) for _ in range(2))
     return 9 * x.nbytes / _forward_s(_pointwise, [x, y], device)
 
 
 def _launch_s(device: torch.device) -> float:
-    """Seconds of an operator that has next to nothing to do, one after the other."""
+    """Return the seconds of an operator that has next to nothing to do, one after the other."""
 
     def small(x: Tensor, weight: Tensor) -> Tensor:
         for _ in range(_SMALL_CALLS):
@@ -100,7 +100,7 @@ def _launch_s(device: torch.device) -> float:
 
 
 def _at_once(device: torch.device, flops: float, bandwidth: float) -> float:
-    """How much of the shorter of multiplying and of reading goes on behind the longer, where both take as long."""
+    """Return the share of the shorter of multiplying and reading that is hidden behind the longer, for equal times."""
     n = 8192 if device.type == "cuda" else 2048
     rows = max(1, round(flops * _FLOAT / 2 / bandwidth))
     x, weight = torch.randn(rows, n, device=device), torch.randn(n, n, device=device)

@@ -51,7 +51,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Buffers:
-    """What a rank sends and receives; in place the two share memory."""
+    """The buffers that a rank sends and receives; in place the two share memory."""
 
     sent: Tensor
     received: Tensor
@@ -87,7 +87,7 @@ class Operation:
     rooted: bool = False
 
     def count(self, size_bytes: int, itemsize: int, ranks: int) -> int:
-        """The elements of the row's column ``count``: those that each rank sends or receives."""
+        """Return the elements of the row's column ``count``: those that each rank sends or receives."""
         elements = size_bytes // itemsize
         if not self.split:
             return elements
@@ -95,11 +95,11 @@ class Operation:
         return elements // ranks // step * step
 
     def bytes(self, count: int, itemsize: int, ranks: int) -> int:
-        """The bytes of the row's column ``size``: the larger of the two buffers."""
+        """Return the bytes of the row's column ``size``: the larger of the two buffers."""
         return count * itemsize * max(self.sends(ranks), self.receives(ranks))
 
     def buffers(self, case: Case, in_place: bool) -> Buffers:
-        """Fresh buffers for a case. In place, the smaller is this rank's part of the larger."""
+        """Return fresh buffers for a case. In place, the smaller is this rank's part of the larger."""
         sends, receives = case.count * self.sends(case.ranks), case.count * self.receives(case.ranks)
         whole = torch.zeros(max(sends, receives), dtype=case.dtype, device=case.device)
         if not in_place:
@@ -131,7 +131,7 @@ def _fill_parts(case: Case, buffers: Buffers) -> None:
 
 
 def _wrong_by_rank(case: Case, buffers: Buffers, part: int) -> int:
-    """The wrong elements where part r of what arrived came from rank r, which sent its part ``part``."""
+    """Return the wrong elements where part r of what arrived came from rank r, which sent its part ``part``."""
     pieces = enumerate(buffers.received.view(case.ranks, case.count))
     return sum(count_wrong(piece, case.mine(rank), part) for rank, piece in pieces)
 

@@ -1,4 +1,4 @@
-"""What a benchmark of collectives is asked for: the words of the command line, read and checked. No torch here."""
+"""The options of a benchmark of collectives: the words of the command line, read and checked. No torch here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
 def parse_size(text: str, flag: str) -> int:
-    """Bytes from ``8``, ``1K``, ``1.5M``, ``1024M`` or ``1G``; K, M and G are powers of 1024, as in nccl-tests.
+    """Return the bytes of ``8``, ``1K``, ``1.5M``, ``1024M`` or ``1G``, in powers of 1024, as in nccl-tests.
 
     >>> parse_size("1024M", "-e") == parse_size("1G", "-e") == 2**30
     True
@@ -54,7 +54,7 @@ class BenchOptions:
     profile: str | None = None
 
     def sizes(self) -> Iterator[int]:
-        """The bytes of each row, before each collective rounds them to its ranks."""
+        """Yield the bytes of each row, before each collective rounds them to its ranks."""
         size = self.min_bytes
         while size <= self.max_bytes:
             yield size
@@ -66,7 +66,7 @@ def read_bench_options(
     iters: int, warmup: int, check: int, dtype: str, reduction: str, root: int, devices: int, backend: str | None,
     json: bool, profile: str | None,
 ) -> BenchOptions:  # fmt: skip
-    """The benchmark that a command line asks for.
+    """Return the benchmark that a command line asks for.
 
     Raises:
         UsageError: for what cannot be served, with what to type.
@@ -108,14 +108,10 @@ def _collectives(name: str | None, profile: str | None) -> tuple[str, ...]:
 def ranks_and_iters(
     number: str | None, ranks: str | None, iters: int | None, launched: int | None
 ) -> tuple[str | None, int]:
-    """What ``-n`` means: ranks where this command starts them, iterations, as in nccl-tests, where a launcher did.
+    """Return the ranks to start (None for the default, or under a launcher) and the iterations.
 
-    Args:
-        number, ranks, iters: the values of ``-n``, ``--ranks`` and ``--iters``.
-        launched: the size of the world that a launcher started, None where there was none.
-
-    Returns:
-        The ranks to start (None under a launcher, or for the default) and the iterations.
+    ``-n`` (``number``) means ranks where this command starts them, and iterations, as in nccl-tests, where a launcher
+    has started ``launched`` ranks.
     """
     if launched is None:
         if number is not None and ranks not in (None, number):

@@ -63,7 +63,7 @@ class Roofline:
 
 @dataclass(frozen=True)
 class ShownFlags:
-    """What nccl-tests repeats of its flags."""
+    """The flags that nccl-tests repeats."""
 
     min_bytes: int
     max_bytes: int
@@ -99,7 +99,7 @@ class Test:
 
 
 def number(value: float, width: int) -> str:
-    """A number in ``width`` characters with as many decimals as fit, two at most, else with an exponent.
+    """Return a number in ``width`` characters with as many decimals as fit, two at most, else with an exponent.
 
     >>> [number(v, 7) for v in (0.5, 1234.5, 12345.6, 123456.7, 12345678.0)]
     ['   0.50', '1234.50', '12345.6', ' 123457', '1.2e+07']
@@ -114,7 +114,7 @@ def number(value: float, width: int) -> str:
 
 
 def opening(first_line: str, program: str, config: ShownFlags, devices: Sequence[RankDevice]) -> list[str]:
-    """The lines before the rows."""
+    """Return the lines before the rows."""
     unit = "factor" if config.grows_by_factor else "bytes"
     lines = [
         f"# {first_line}",
@@ -145,7 +145,7 @@ def opening(first_line: str, program: str, config: ShownFlags, devices: Sequence
 
 
 def row_line(row: BenchRow) -> str:
-    """One row."""
+    """Return one row."""
     text = f"{row.size:12d}  {row.count:12d}  {row.dtype:>8}  {row.reduction:>6}  {row.root:6d}"
     for half in row.halves:
         wrong = "   N/A" if half.wrong is None else f"{float(half.wrong):6g}"
@@ -154,7 +154,7 @@ def row_line(row: BenchRow) -> str:
 
 
 def closing(test: Test) -> list[str]:
-    """The lines after the rows; the last line is ours."""
+    """Return the lines after the rows; the last line is ours."""
     bad = test.out_of_bounds
     return [
         f"# {'Out of bounds values':<20} : {bad} {'FAILED' if bad else 'OK'}",
@@ -167,7 +167,7 @@ def closing(test: Test) -> list[str]:
 
 
 def roofline_line(test: Test) -> str:
-    """How near the best row comes to what the machine allows."""
+    """Return how near the best row comes to the limit of the machine, in a line."""
     best, roof = test.best_busbw, test.roofline
     if roof.limit is None:
         return f"# {'Roofline':<20} : best {best:.3g} GB/s; {roof.reason}"
@@ -177,7 +177,7 @@ def roofline_line(test: Test) -> str:
 def to_json(
     first_line: str, backend: str, config: ShownFlags, devices: Sequence[RankDevice], tests: Sequence[Test]
 ) -> Any:
-    """All that the tables say, with the keys of nccl-tests' JSON for each test."""
+    """Return all that the tables say, with the keys of nccl-tests' JSON for each test."""
     step = {"step_factor" if config.grows_by_factor else "step_bytes": config.step}
     return {
         "version": 2,

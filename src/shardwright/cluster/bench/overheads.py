@@ -1,4 +1,4 @@
-"""What a step takes beside its operators and collectives: optimizers, parameters stored in parts, and the call itself.
+"""The overheads of a step beside its operators and collectives: optimizers, sharded parameters, and the call itself.
 
 All are measured as steps have them: by the optimizers of torch, by DTensors as models hold them, and by a model of one
 small layer that `sw.parallelize` runs, while all ranks do the same.
@@ -40,16 +40,16 @@ _OPTIMIZERS: dict[int, Make] = {
 
 
 @dataclass(frozen=True)
-class Around:
-    """What `shardwright.compiler.plan.pricing.hardware.Hardware` says of a step beside operators, by the same names."""
+class StepOverheads:
+    """The fields of `shardwright.compiler.plan.pricing.hardware.Hardware` that are about these overheads."""
 
     updates: tuple[Updating, ...]
     split_s: float
     around_s: float
 
 
-def measure_around(world: World, speeds: DeviceSpeeds) -> Around:
-    """The figures of the slowest rank. All ranks call this together.
+def measure_overheads(world: World, speeds: DeviceSpeeds) -> StepOverheads:
+    """Return the figures of the slowest rank; ``speeds`` are those of its device. All ranks call this together.
 
     Args:
         speeds: what the device was found to take for operators, those of the step that is measured among them.
@@ -57,7 +57,7 @@ def measure_around(world: World, speeds: DeviceSpeeds) -> Around:
     if world.device.type == "cpu":
         keep_freed_memory()  # as in training
     updates = tuple(_updating(per_entry, make, world.device) for per_entry, make in _OPTIMIZERS.items())
-    return Around(updates, _split_s(world), _around_s(world, speeds))
+    return StepOverheads(updates, _split_s(world), _around_s(world, speeds))
 
 
 def _updating(per_entry: int, make: Make, device: torch.device) -> Updating:
@@ -71,7 +71,7 @@ def _updating(per_entry: int, make: Make, device: torch.device) -> Updating:
 
 
 def _steps(make: Make, parameters: Sequence[nn.Parameter]) -> Callable[[], None]:
-    """A step of the optimizer, which then lets the gradients go."""
+    """Return a step of the optimizer, which then lets the gradients go."""
     note_trained(parameters)
     optimizer, gradients = make(parameters), [torch.ones_like(parameter) for parameter in parameters]
 
@@ -85,7 +85,7 @@ def _steps(make: Make, parameters: Sequence[nn.Parameter]) -> Callable[[], None]
 
 
 def _split_s(world: World) -> float:
-    """What a parameter takes more in a step, forward, backward and AdamW, where it is stored in parts."""
+    """Return the extra seconds of a sharded parameter in a step: forward, backward and AdamW."""
     mesh, device = Mesh.of(**{_AXIS: world.size}), world.device
     splitting = Splitting({"": Layout.split(1, {0: [_AXIS]})}, mesh, device, splits=True)
     wholes = [nn.Parameter(torch.zeros(4 * world.size, device=device)) for _ in range(_SMALL)]
@@ -99,7 +99,7 @@ def _plain(part: nn.Parameter) -> nn.Parameter:
 
 
 def _training(parameters: Sequence[nn.Parameter]) -> Callable[[], None]:
-    """What a step does with parameters beside its operators."""
+    """Return a step's work on parameters beside its operators."""
     note_trained(parameters)
     optimizer = AdamW(parameters, 1e-3)
     gradients = [torch.ones_like(local_part(parameter)) for parameter in parameters]
@@ -113,7 +113,7 @@ def _training(parameters: Sequence[nn.Parameter]) -> Callable[[], None]:
 
 
 def _around_s(world: World, speeds: DeviceSpeeds) -> float:
-    """What a forward and a backward take that are no operators: those of a small layer, without what these take."""
+    """Return the seconds of a forward and a backward beside operators, by those of one small layer."""
     given = torch.ones(4, 4, device=world.device)
 
     def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:

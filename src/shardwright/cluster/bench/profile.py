@@ -28,11 +28,11 @@ import torch
 from torch import Tensor
 
 from shardwright.cluster.bench.device import measure_device, timed_s
-from shardwright.cluster.bench.overheads import measure_around
+from shardwright.cluster.bench.overheads import measure_overheads
 from shardwright.cluster.bench.profile_fit import fit
 from shardwright.cluster.bench.roofline import processor
 from shardwright.cluster.bench.stopwatch import refill
-from shardwright.cluster.bench.under_load import Work, gradients_hidden
+from shardwright.cluster.bench.under_load import ProductLoad, gradients_hidden
 from shardwright.compiler.mesh.collectives import Axes, Communicator, all_gather, all_reduce, all_to_all
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.mesh.processes import communicator_over
@@ -103,20 +103,16 @@ class _Row:
     rounds: int
 
     def takes_part(self, turn: int, turns: int) -> bool:
-        """Whether its sizes are timed in a turn of so many: in ``rounds`` of them, evenly between the others."""
+        """Return whether its sizes are timed in this turn: in ``rounds`` of them, evenly between the others."""
         return turn * self.rounds // turns != (turn - 1) * self.rounds // turns
 
 
 def measure_hardware(
     world: World, sizes: Sequence[int] = SIZES, rounds: int = ROUNDS, links_s: float = LINKS_S
 ) -> Hardware:
-    """The profile of the hosts that the world runs on; every rank calls this and gets the same.
+    """Return the profile of the hosts that the world runs on; every rank calls this and gets the same.
 
-    Args:
-        rounds: how often each collective is timed at each size, as far as ``links_s``, for all of them, is enough.
-
-    Raises:
-        UsageError: in a world of one rank, or where hosts have different numbers of ranks.
+    Each collective is timed ``rounds`` times at each of ``sizes``, as far as ``links_s`` seconds are enough for all.
     """
     speeds = measure_device(world.device)
     hidden = gradients_hidden(world)
@@ -124,7 +120,7 @@ def measure_hardware(
     links = tuple(
         LinkCost(link.where, link.kind, link.ranks, fit(link.points), link.points, link.per_host) for link in measured
     )
-    around = measure_around(world, speeds)
+    around = measure_overheads(world, speeds)
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else processor()
     hosts = len(set(world.hosts))
     return Hardware(
@@ -165,7 +161,7 @@ def measure_links(
     ranks: int | None = None,
     within_s: float = math.inf,
 ) -> list[MeasuredCollective]:
-    """The seconds at ``sizes``, bytes of the whole buffer, for every kind of collective and of group.
+    """Return the seconds at ``sizes``, bytes of the whole buffer, for every kind of collective and of group.
 
     In a round a size is timed once, or several times in succession where it is small, of which the median counts.
     Sizes and rounds are fewer where all would take longer than ``within_s``; there are `FEWEST_ROUNDS` at least.
@@ -181,7 +177,7 @@ def measure_links(
     ]
     _visit(rows, buffer)
     everyone = from_all_ranks([[cell.visits for cell in row.cells] for row in rows])
-    work = Work.of(world.device)
+    work = ProductLoad.of(world.device)
     amid = [work.seconds_between(_in_a_program(row.groups, row.kind, world.device)) for row in rows]
     for groups in all_groups:
         groups.comm.close()
@@ -213,7 +209,7 @@ def _visit(rows: Sequence[_Row], buffer: Tensor) -> None:
 def _row(
     groups: _Groups, kind: CollectiveKind, cells: Sequence[_Cell], rounds: int, within_s: float, device: torch.device
 ) -> _Row:
-    """Of the sizes, which rise, those up to the first that takes too long, in the rounds that there is time for."""
+    """Return the sizes, which rise, up to the first that takes too long, in the rounds that there is time for."""
     kept: list[_Cell] = []
     spent_s = round_s = 0.0
     for cell in cells:
@@ -229,7 +225,7 @@ def _row(
 
 
 def _looked_at(cell: _Cell, device: torch.device) -> float:
-    """What it takes to time a size once, barrier included."""
+    """Return the seconds of timing a size once, barrier included."""
     calls = []
     for _ in range(_LOOKS):  # the least: others may want the cores for an instant
         start_s = time.perf_counter()
@@ -239,7 +235,7 @@ def _looked_at(cell: _Cell, device: torch.device) -> float:
 
 
 def _typical(visits_of_ranks: Sequence[Sequence[Sequence[float]]]) -> float:
-    """The median over the visits of the median of a visit, in each of whose calls the slowest rank counts."""
+    """Return the median over the visits of the median of a visit, in each of whose calls the slowest rank counts."""
     samples = [
         statistics.median(max(call) for call in zip(*calls_of_ranks, strict=True))
         for calls_of_ranks in zip(*visits_of_ranks, strict=True)
@@ -248,7 +244,7 @@ def _typical(visits_of_ranks: Sequence[Sequence[Sequence[float]]]) -> float:
 
 
 def _all_groups(world: World) -> list[_Groups]:
-    """The groups to measure: inside a host of 2, 4, 8, ... and all of its ranks, between hosts one of each and all."""
+    """Return the groups to measure: in a host of 2, 4, 8, ... and all ranks, between hosts one of each and all."""
     hosts, local = len(set(world.hosts)), world.local_size
     blocks = [world.hosts[i * local : (i + 1) * local] for i in range(hosts)]
     if world.size == 1:
@@ -273,7 +269,7 @@ def _groups(where: LinkKind, mesh: Mesh, axes: Axes, per_host: int = 1) -> _Grou
 
 
 def _cell(groups: _Groups, kind: CollectiveKind, size: int, buffer: Tensor) -> _Cell:
-    """A collective whose whole buffer has ``size`` bytes, up to a part of a float for each rank."""
+    """Return a collective whose whole buffer has ``size`` bytes, up to a part of a float for each rank."""
     comm, axes = groups.comm, groups.axes
     part = max(1, round(size / _FLOAT / groups.ranks))
     whole = buffer[: part * groups.ranks]
@@ -296,7 +292,7 @@ _BOTH_WAYS: dict[CollectiveKind, tuple[CollectiveKind, ...]] = {
 
 
 def _in_a_program(groups: _Groups, kind: CollectiveKind, device: torch.device) -> Callable[[], object]:
-    """A small step of a redistribution with its backward, as programs make it."""
+    """Return a small step of a redistribution with its backward, as programs make it."""
     comm, axes, ranks = groups.comm, groups.axes, groups.ranks
     part, whole = torch.zeros(1, ranks, device=device), torch.zeros(ranks, ranks, device=device)
     steps: dict[CollectiveKind, Callable[[Tensor], Tensor]] = {
@@ -311,7 +307,7 @@ def _in_a_program(groups: _Groups, kind: CollectiveKind, device: torch.device) -
 
 
 def _beside(hardware: Hardware) -> Iterator[str]:
-    """What a step takes beside operators and collectives."""
+    """Yield the overheads of a step beside operators and collectives."""
     for known in hardware.updates:
         yield (
             f"an optimizer with {known.per_entry} states of an entry: {known.bandwidth / 1e9:.2f} GB/s of what it "
@@ -324,7 +320,7 @@ def _beside(hardware: Hardware) -> Iterator[str]:
 
 
 def report(hardware: Hardware) -> str:
-    """The profile as tables: the device, the segments of every link, and how far they are from what was measured."""
+    """Return the profile as tables: the device, the segments of every link, and their distance from measurements."""
     products = ", ".join(f"{name} {flops / 1e9:,.1f}" for name, flops in hardware.flops)
     lines = [
         f"profile: {hardware.name} ({hardware.device})",

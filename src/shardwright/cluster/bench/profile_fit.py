@@ -22,7 +22,7 @@ _FASTEST = 1e15  # bytes per second of a segment in which the bytes cost nothing
 
 
 def fit(points: Sequence[tuple[int, float]], tolerance: float = 0.08) -> Curve:
-    """The curve through (bytes, seconds) of different sizes.
+    """Return the curve through (bytes, seconds) of different sizes.
 
     Raises:
         UsageError: for fewer than two sizes, or times that are not above 0.
@@ -47,14 +47,14 @@ def fit(points: Sequence[tuple[int, float]], tolerance: float = 0.08) -> Curve:
 
 
 def _without_outliers(times: Array) -> Array:
-    """Each inner time becomes the median of three neighbours."""
+    """Return the times, each inner one replaced by the median of three neighbours."""
     kept = times.copy()
     kept[1:-1] = np.median(np.stack([times[:-2], times[1:-1], times[2:]]), axis=0)
     return kept
 
 
 def monotone(times: Array) -> Array:
-    """The nearest sequence to ``times`` that never falls, by squares of the logarithms."""
+    """Return the nearest sequence to ``times`` that never falls, by squares of the logarithms."""
     blocks: list[tuple[float, int]] = []
     for value in np.log(times):
         blocks.append((float(value), 1))
@@ -66,7 +66,7 @@ def monotone(times: Array) -> Array:
 
 
 def _least_squares(sizes: Array, times: Array, knots: list[int]) -> Array:
-    """The times at the knots that leave the least squares of relative errors; they never fall."""
+    """Return the times at the knots that leave the least squares of relative errors; they never fall."""
     hats = np.stack([np.interp(sizes, sizes[knots], row) for row in np.eye(len(knots))], axis=1)
     times_at_knots, *_ = np.linalg.lstsq(hats / times[:, None], np.ones(len(times)), rcond=None)
     rising: Array = np.maximum.accumulate(np.maximum(times_at_knots, times[0] / 2))

@@ -1,4 +1,4 @@
-"""What every rank of ``shardwright bench`` runs; rank 0 leaves the verdict in a file where this command started it."""
+"""The program of every rank of ``shardwright bench``; rank 0 writes the verdict where that command started it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardwright.launch.hosts.environment import read_environment
 
 
 def measure(options: BenchOptions) -> bool:
-    """Join the world, print the results on rank 0, and write the profile; returns whether all elements were right."""
+    """Join the world, print the results on rank 0, and write the profile; return whether all elements were right."""
     world = init(options.backend)
     tests = run_bench(world, options, _print)
     if options.profile is not None:
@@ -36,7 +36,7 @@ def _print(text: str) -> None:
 
 
 def main(verdict: str, options: dict[str, Any]) -> None:
-    """Measure; what a user can mend is a verdict too, said once and not as a failure of ranks.
+    """Measure; an error that a user can mend is a verdict too, said once and not as a failure of ranks.
 
     Without a file for it the verdict is the exit code.
     """

@@ -1,4 +1,4 @@
-"""What bounds a collective: copying memory inside a host, the rate of the network between hosts."""
+"""The bounds of a collective: copying memory inside a host, the rate of the network between hosts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _loop_s(
 
 
 def fastest_link(backend: str, system: Path = Path("/sys")) -> tuple[str, float] | None:
-    """The fastest network link of this host that is up, and its bytes per second; None where none tells its rate.
+    """Return the fastest network link of this host that is up, and its bytes per second; None without a known rate.
 
     InfiniBand counts where the backend can use it.
     """
@@ -106,7 +106,7 @@ def between(links: Sequence[tuple[str, float] | None]) -> Roofline:
 
 
 def processor() -> str:
-    """The name of this host's processor."""
+    """Return the name of this host's processor."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()

@@ -1,4 +1,4 @@
-"""How long a device takes: by the clock of the host, or by events on a GPU, which ends long after it was asked."""
+"""Stopwatches: the clock of the host, and events on a GPU, which ends long after it was asked."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Event(Protocol):
 
 
 def took_s(run: Callable[[], object], device: torch.device, event: Callable[[], Event] | None = None) -> float:
-    """What ``run()`` takes on ``device``.
+    """Return the seconds of ``run()`` on ``device``; ``event`` makes the events of a GPU, by default torch's.
 
     Args:
         event: makes the events of a GPU, by default torch's.
@@ -54,7 +54,7 @@ def refill(tensor: Tensor) -> None:
 
 
 def beyond_caches(least_bytes: int, cache_bytes: int) -> int:
-    """The bytes of a buffer that is to be read from memory, where caches keep so many.
+    """Return the bytes of a buffer that is to be read from memory, where caches keep so many.
 
     >>> beyond_caches(64 * 2**20, 50 * 2**20) // 2**20, beyond_caches(64 * 2**20, 0) // 2**20
     (400, 64)
@@ -63,5 +63,5 @@ def beyond_caches(least_bytes: int, cache_bytes: int) -> int:
 
 
 def cache_bytes(device: torch.device) -> int:
-    """The second-level cache of a GPU; 0 for others, whose buffers are chosen as if they had none."""
+    """Return the second-level cache of a GPU; 0 for others, whose buffers are chosen as if they had none."""
     return int(torch.cuda.get_device_properties(device).L2_cache_size) if device.type == "cuda" else 0

@@ -1,4 +1,4 @@
-"""What collectives take in a program: amid computing, where ranks that share cores come to them one after another."""
+"""The time of collectives in a program: amid computing, where ranks that share cores come to them one after another."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BUCKET_BYTES, _LONGEST_S = 8 * 2**20, 0.25  # over slow links as many bytes as 
 
 
 @dataclass(frozen=True)
-class Work:
+class ProductLoad:
     """Products one after the other, as many as take about `_PIECE_S` on the slowest rank."""
 
     matrix: Tensor
@@ -28,13 +28,13 @@ class Work:
     pieces_s: float  # what `_PIECES` pieces take with nothing between them
 
     @staticmethod
-    def of(device: torch.device) -> Work:
+    def of(device: torch.device) -> ProductLoad:
         """Measure how long products take. All ranks call this together, and get the same."""
         matrix = torch.randn(256, 256, device=device)
-        once = Work(matrix, 10, 0.0)
+        once = ProductLoad(matrix, 10, 0.0)
         fitting = max(1, round(_PIECE_S / (slowest_s(once.piece, device) / once.products)))
-        work = Work(matrix, fitting, 0.0)
-        return Work(matrix, fitting, slowest_s(lambda: work.pieces(_nothing), device))
+        work = ProductLoad(matrix, fitting, 0.0)
+        return ProductLoad(matrix, fitting, slowest_s(lambda: work.pieces(_nothing), device))
 
     def piece(self) -> None:
         """Compute for a while."""
@@ -42,18 +42,18 @@ class Work:
             torch.mm(self.matrix, self.matrix)
 
     def pieces(self, run: Callable[[], object]) -> None:
-        """`_PIECES` pieces, each followed by ``run()``."""
+        """Compute `_PIECES` pieces, each followed by ``run()``."""
         for _ in range(_PIECES):
             self.piece()
             run()
 
     def seconds_between(self, run: Callable[[], object]) -> float:
-        """What ``run()`` adds to each piece."""
+        """Return the seconds that ``run()`` adds to each piece."""
         return (slowest_s(lambda: self.pieces(run), self.matrix.device) - self.pieces_s) / _PIECES
 
 
 def gradients_hidden(world: World) -> float:
-    """How much of the shorter goes on behind the longer, where gradients are reduced while all ranks compute."""
+    """Return the share of the shorter that is hidden where gradients are reduced while all ranks compute."""
     mesh, device = Mesh.of(ranks=world.size), world.device
     if world.size == 1:
         return 0.0
@@ -63,7 +63,7 @@ def gradients_hidden(world: World) -> float:
     eighth = bucket[: len(bucket) // 8]
     eighth_s = slowest_s(lambda: comm.start_all_reduce(eighth, mesh.names)(), device, calls=1)
     bucket = bucket[: math.ceil(len(bucket) * min(1.0, _LONGEST_S / (8 * eighth_s)))]
-    work = Work.of(device)
+    work = ProductLoad.of(device)
     reduced_s = slowest_s(lambda: comm.start_all_reduce(bucket, mesh.names)(), device)
     pieces = max(1, round(reduced_s / (work.pieces_s / _PIECES)))
     computed_s = pieces * work.pieces_s / _PIECES
@@ -80,4 +80,4 @@ def gradients_hidden(world: World) -> float:
 
 
 def _nothing() -> None:
-    """What stands between pieces where nothing does."""
+    """Do nothing between two pieces."""

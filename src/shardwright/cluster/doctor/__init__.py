@@ -1,1 +1,1 @@
-"""What is in the way of a job on this machine or on several, and what to type."""
+"""The search for obstacles to a job on this machine or on several, with the lines that remove them."""

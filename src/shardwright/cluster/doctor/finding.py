@@ -1,6 +1,6 @@
-"""What a check is, and what it finds.
+"""Checks and findings of `shardwright doctor`.
 
-A check is one function that takes a `Reading` and gives one `Finding`: how bad it is, what was found, and what to type.
+A check is one function that takes a `HostReading` and returns one `Finding`: its severity, a text, and lines to type.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 
-from shardwright.cluster.doctor.reading import Reading, Unreadable
+from shardwright.cluster.doctor.reading import HostReading, Unreadable
 
 
 class Severity(IntEnum):
-    """How bad a finding is: something is as it should be; something optional is missing; nobody knows; a job is slower
-    or in danger; a job does not start, or fails."""
+    """The severity of a finding, from "as it should be" to "a job does not start, or fails".
+
+    Between them: something optional is missing; nobody knows; a job is slower or in danger.
+    """
 
     OK = 0
     NOTE = 1
@@ -24,7 +26,7 @@ class Severity(IntEnum):
 
     @property
     def exit_code(self) -> int:
-        """0 where nothing need be done, 1 where something should be looked at, 2 where something is in the way."""
+        """The exit code: 0 where nothing need be done, 1 where something should be looked at, 2 for an obstacle."""
         return {Severity.PROBLEM: 2, Severity.WARNING: 1, Severity.UNKNOWN: 1}.get(self, 0)
 
 
@@ -43,11 +45,11 @@ class Check:
 
     group: str
     name: str
-    function: Callable[[Reading], Finding]
+    function: Callable[[HostReading], Finding]
 
 
 @dataclass(frozen=True)
-class Found:
+class HostFinding:
     """A finding with the check that it comes from and the hosts that it is about."""
 
     group: str
@@ -81,21 +83,21 @@ MISREAD = (Unreadable, ValueError, TypeError, KeyError, IndexError, AttributeErr
 
 
 def misread(error: Exception) -> Finding:
-    """What is found where a check raises one of `MISREAD`: that nobody knows."""
+    """Return the finding for one of `MISREAD` that a check raised: nobody knows."""
     if isinstance(error, Unreadable):
         return unknown(str(error))
     return unknown(f"what the host says of it has another form than expected: {type(error).__name__}: {error}")
 
 
-def examine(check: Check, reading: Reading) -> Found:
-    """What a check finds on a host. What the host says in a form that the check does not expect is unknown."""
+def examine(check: Check, reading: HostReading) -> HostFinding:
+    """Return the finding of a check on a host; unknown where the host says something in an unexpected form."""
     try:
         finding = check.function(reading)
     except MISREAD as error:
         finding = misread(error)
-    return Found(check.group, check.name, (reading.name,), finding)
+    return HostFinding(check.group, check.name, (reading.name,), finding)
 
 
-def moot() -> Finding:
-    """Nothing to say: what the check looks at is not here, and another check has said so."""
+def not_applicable() -> Finding:
+    """Return an empty finding: what the check is about is not here, and another check has said so."""
     return Finding(Severity.OK, "")

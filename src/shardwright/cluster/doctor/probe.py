@@ -1,4 +1,4 @@
-"""What runs on a host for `shardwright doctor`: it looks, and then tries the way to other hosts.
+"""The program on a host for `shardwright doctor`: it reads the host, and then tries the way to other hosts.
 
 It needs the standard library and the room `hosts` alone, so that it can be sent to a host that has neither torch nor
 this package. `look` reads everything once; `main` is the program that ssh starts, which goes on to answer orders:
@@ -30,9 +30,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from shardwright.cluster.doctor import wanted
-from shardwright.cluster.programs.answering import answer_orders
-from shardwright.cluster.programs.logins import login_try
+from shardwright.cluster.doctor import sources
+from shardwright.cluster.programs.on_host import answer_orders, login_try
 from shardwright.launch.hosts import interfaces
 
 COMMAND_S = 4.0
@@ -54,9 +53,9 @@ print(*torch.cuda.get_arch_list())
 
 
 def look() -> dict[str, Any]:
-    """Everything that checks read of this host, as JSON can hold it."""
+    """Return everything that checks read of this host, as JSON can hold it."""
     with ThreadPoolExecutor(16) as pool:
-        commands = {" ".join(words): pool.submit(_run, words) for words in wanted.COMMANDS}
+        commands = {" ".join(words): pool.submit(_run, words) for words in sources.COMMANDS}
         nccl, named = pool.submit(_nccl), pool.submit(_resolve, socket.gethostname())
         architectures = pool.submit(_architectures)
         files, unreadable = _files()
@@ -69,7 +68,7 @@ def look() -> dict[str, Any]:
 def _files() -> tuple[dict[str, str], dict[str, str]]:
     files: dict[str, str] = {}
     unreadable: dict[str, str] = {}
-    for path in (path for pattern in wanted.FILES for path in sorted(glob.glob(pattern))):
+    for path in (path for pattern in sources.FILES for path in sorted(glob.glob(pattern))):
         try:
             with open(path, "rb") as file:
                 files[path] = file.read(_MOST_BYTES).decode(errors="replace")
@@ -104,7 +103,7 @@ def _run(words: Sequence[str], timeout_s: float = COMMAND_S) -> dict[str, Any] |
 
 
 def _give_up(process: subprocess.Popen[bytes]) -> None:
-    """Kill it, without waiting for long: who hangs in a driver cannot be killed."""
+    """Kill a process, without waiting for long: one that hangs in a driver cannot be killed."""
     process.kill()
     for pipe in (process.stdout, process.stderr):
         assert pipe is not None
@@ -117,7 +116,7 @@ def _interpreter() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "executable": sys.executable,
-        "packages": {name: version for name in wanted.PACKAGES if (version := _version(name))},
+        "packages": {name: version for name in sources.PACKAGES if (version := _version(name))},
         "torch_cuda": _torch_cuda(),
         "code": _code(),
     }
@@ -131,7 +130,7 @@ def _version(name: str) -> str | None:
 
 
 def _torch_cuda() -> str | None:
-    """The CUDA that torch was built for, by its version file: importing torch would take seconds."""
+    """Return the CUDA that torch was built for, by its version file: importing torch would take seconds."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError, OSError):
         path = Path(str(importlib.metadata.distribution("torch").locate_file("torch/version.py")))
         for line in path.read_text().splitlines():
@@ -142,7 +141,7 @@ def _torch_cuda() -> str | None:
 
 
 def _code() -> str | None:
-    """A digest of the sources of shardwright that this interpreter would import, for those who install from a tree."""
+    """Return a digest of the sources of shardwright that this interpreter would import."""
     for folder in sys.path:
         root = Path(folder) / "shardwright"
         if (root / "__init__.py").is_file():
@@ -172,13 +171,13 @@ def _machine() -> dict[str, Any]:
         "library_folders": [_library_folder(path) for path in os.environ.get("LD_LIBRARY_PATH", "").split(":") if path],
         "davinci": len(glob.glob("/dev/davinci[0-9]*")),
         "programs": [
-            name for name in wanted.PROGRAMS if shutil.which(name, path=f"{os.environ.get('PATH')}:/usr/sbin")
+            name for name in sources.PROGRAMS if shutil.which(name, path=f"{os.environ.get('PATH')}:/usr/sbin")
         ],
     }
 
 
 def _disks() -> dict[str, list[int]]:
-    """Free and all bytes of the file systems that a job writes to."""
+    """Return free and all bytes of the file systems that a job writes to."""
     found: dict[str, list[int]] = {}
     for path in ("/dev/shm", os.environ.get("TMPDIR", "/tmp"), os.path.expanduser("~"), os.getcwd()):
         with contextlib.suppress(OSError):
@@ -191,7 +190,7 @@ def _environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environment.items()
-        if name in wanted.VARIABLES or name.startswith(wanted.PREFIXES)
+        if name in sources.VARIABLES or name.startswith(sources.PREFIXES)
     }
 
 
@@ -200,16 +199,16 @@ def _library_folder(path: str) -> dict[str, Any]:
         names = os.listdir(path)
     except OSError as error:
         return {"path": path, "error": error.strerror or str(error), "libraries": []}
-    return {"path": path, "error": None, "libraries": sorted(n for n in names if n.startswith(wanted.LIBRARIES))}
+    return {"path": path, "error": None, "libraries": sorted(n for n in names if n.startswith(sources.LIBRARIES))}
 
 
 def _nccl() -> dict[str, Any] | None:
-    """The NCCL that torch would load, tried in a process of its own; None where there is no library.
+    """Return the NCCL that torch would load, tried in a process of its own; None where there is no library.
 
     Of several packages it is that of the CUDA that torch was built for.
     """
-    fitting = wanted.nccl_package((_torch_cuda() or "").partition(".")[0])
-    for name in sorted(wanted.NCCL_PACKAGES, key=lambda name: name != fitting):
+    fitting = sources.nccl_package((_torch_cuda() or "").partition(".")[0])
+    for name in sorted(sources.NCCL_PACKAGES, key=lambda name: name != fitting):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found = importlib.metadata.distribution(name)
             path = str(found.locate_file("nvidia/nccl/lib/libnccl.so.2"))
@@ -230,7 +229,7 @@ def _architectures() -> list[str] | None:
 
 
 def _resolve(name: str) -> list[str] | None:
-    """The addresses of a name; None where nobody knows it, or no name server answered in time."""
+    """Return the addresses of a name; None where nobody knows it, or no name server answered in time."""
     found: list[str] = []
 
     def ask() -> None:
@@ -297,7 +296,7 @@ def _connect_all(addresses: Sequence[str], port: int, word: bytes) -> list[dict[
 
 
 def _connect(address: str, port: int, word: bytes) -> dict[str, Any]:
-    """How far one gets: ``how`` is refused, silent, another, stalls or all; and the address of this end."""
+    """Try an address: ``how`` is refused, silent, another, stalls or all, ``mine`` the address of this end."""
     answer: dict[str, Any] = {"address": address, "how": "silent", "mine": None, "said": ""}
     heard = 0
     begin = b""

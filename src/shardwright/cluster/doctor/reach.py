@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardwright.cluster.doctor import probe
-from shardwright.cluster.doctor.reading import Ran, Reading, Unreadable
-from shardwright.cluster.programs.connection import Probe, Silent
+from shardwright.cluster.doctor.reading import CommandResult, HostReading, Unreadable
+from shardwright.cluster.programs.connection import NoAnswer, Probe
 from shardwright.launch.hosts.hosts import Host, Hosts
 from shardwright.launch.options.request import PerHost
 
@@ -30,8 +30,8 @@ _AFTER = 3
 
 
 @dataclass(frozen=True)
-class Try:
-    """How one got to an address: ``how`` as `probe._connect` says it; ``mine`` is the address of this end."""
+class TcpAttempt:
+    """An attempt at an address: ``how`` as in `probe._connect`; ``mine`` is the address of this end."""
 
     address: str
     how: str
@@ -40,35 +40,35 @@ class Try:
 
 
 @dataclass(frozen=True)
-class Way:
-    """From one host to another: by TCP to each address, the addresses of its name (none where nobody knows it), ssh."""
+class Route:
+    """A route from one host to another: by TCP to each address, the addresses of its name (if it is known), ssh."""
 
-    tcp: tuple[Try, ...]
+    tcp: tuple[TcpAttempt, ...]
     addresses: tuple[str, ...]
-    ssh: Ran
+    ssh: CommandResult
 
     @property
-    def best(self) -> Try | None:
+    def best(self) -> TcpAttempt | None:
         """The address that lets everything through, or one that lets something through."""
         return next((t for how in ("all", "stalls") for t in self.tcp if t.how == how), None)
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """What several hosts say. ``ahead_s`` has each clock against this machine's; ``silent`` why others say nothing."""
+    """The readings of several hosts. ``ahead_s`` has each clock against ours; ``silent`` why others have none."""
 
     hosts: Hosts
-    readings: Mapping[str, Reading]
+    readings: Mapping[str, HostReading]
     silent: Mapping[str, str] = field(default_factory=dict)
     ahead_s: Mapping[str, float] = field(default_factory=dict)
-    ways: Mapping[tuple[str, str], Way] = field(default_factory=dict)
+    ways: Mapping[tuple[str, str], Route] = field(default_factory=dict)
 
 
 def ask_all(hosts: Hosts, python: PerHost, connect_timeout_s: float) -> Cluster:
-    """Look at all hosts at once. Raises `LaunchError` where ssh itself cannot be started here."""
+    """Read all hosts at once. Raises `LaunchError` where ssh itself cannot be started here."""
     opened: dict[str, Probe] = {}
     silent: dict[str, str] = {}
-    readings: dict[str, Reading] = {}
+    readings: dict[str, HostReading] = {}
     ahead_s: dict[str, float] = {}
     ports: dict[str, int] = {}
 
@@ -79,8 +79,8 @@ def ask_all(hosts: Hosts, python: PerHost, connect_timeout_s: float) -> Cluster:
             )
             ahead_s[host.name] = _ahead_s(one)
             answer = one.ask({"order": "look"})
-            readings[host.name], ports[host.name] = Reading.of(host.name, answer), int(answer["port"])
-        except (Silent, Unreadable) as error:
+            readings[host.name], ports[host.name] = HostReading.of(host.name, answer), int(answer["port"])
+        except (NoAnswer, Unreadable) as error:
             silent[host.name] = str(error)
         except (KeyError, TypeError, ValueError) as error:
             silent[host.name] = f"it answered in another form than expected: {error!r}"
@@ -97,7 +97,7 @@ def ask_all(hosts: Hosts, python: PerHost, connect_timeout_s: float) -> Cluster:
 
 
 def _ahead_s(one: Probe) -> float:
-    """How far a host's clock is ahead of ours, by the quickest of some answers."""
+    """Return the seconds by which a host's clock is ahead of ours, by the quickest of some answers."""
     best = (float("inf"), 0.0)
     for _ in range(_LOOKS_AT_CLOCK):
         asked_s = time.time()
@@ -108,18 +108,18 @@ def _ahead_s(one: Probe) -> float:
 
 
 def _ways(
-    hosts: Sequence[Host], readings: Mapping[str, Reading], ports: Mapping[str, int], opened: Mapping[str, Probe],
+    hosts: Sequence[Host], readings: Mapping[str, HostReading], ports: Mapping[str, int], opened: Mapping[str, Probe],
     silent: dict[str, str], pool: ThreadPoolExecutor,
-) -> dict[tuple[str, str], Way]:  # fmt: skip
+) -> dict[tuple[str, str], Route]:  # fmt: skip
     words = {host.name: secrets.token_hex(16) for host in hosts}
-    found: dict[tuple[str, str], Way] = {}
+    found: dict[tuple[str, str], Route] = {}
 
     def reach(host: Host) -> None:
         others = others_of(host, hosts)
         peers = [_peer(other, readings[other.name], ports[other.name], words[other.name]) for other in others]
         try:
             answer = opened[host.name].ask({"order": "reach", "peers": peers, "word": words[host.name]})
-        except Silent as error:
+        except NoAnswer as error:
             silent[host.name] = f"it was looked at, but then: {error}"
             return
         try:
@@ -133,26 +133,26 @@ def _ways(
 
 
 def others_of(host: Host, hosts: Sequence[Host]) -> list[Host]:
-    """Those to which a host tries the way."""
+    """Return the hosts to which a host tries the way."""
     at = hosts.index(host)
     after = [hosts[(at + step) % len(hosts)] for step in range(1, len(hosts))]
     return after if len(hosts) <= MOST_PAIRED else after[:_AFTER]
 
 
-def _peer(host: Host, reading: Reading, port: int, word: str) -> dict[str, Any]:
+def _peer(host: Host, reading: HostReading, port: int, word: str) -> dict[str, Any]:
     return {
         "name": host.name, "target": host.login, "resolve": host.name, "port": port, "word": word,
         "addresses": addresses_of(reading),
     }  # fmt: skip
 
 
-def addresses_of(reading: Reading) -> list[str]:
-    """The addresses that a host says it has, of those that are addresses."""
+def addresses_of(reading: HostReading) -> list[str]:
+    """Return the addresses that a host says it has, of those that are addresses."""
     return [address for _, address, _ in _entries(reading)]
 
 
-def _entries(reading: Reading) -> list[tuple[str, str, int]]:
-    """Interface, address and speed, of those that are such."""
+def _entries(reading: HostReading) -> list[tuple[str, str, int]]:
+    """Return interface, address and speed, of those that are such."""
     told = reading.facts.get("addresses")
     found = []
     for entry in told if isinstance(told, list) else ():
@@ -162,9 +162,10 @@ def _entries(reading: Reading) -> list[tuple[str, str, int]]:
     return found
 
 
-def with_way_out(reading: Reading, ways: Mapping[tuple[str, str], Way]) -> Reading:
-    """What a host says, with what it cannot know alone: the interface by which it gets to all others that it tried, of
-    several the fastest.
+def with_way_out(reading: HostReading, ways: Mapping[tuple[str, str], Route]) -> HostReading:
+    """Return the reading with the fastest interface that leads to all others that the host has tried.
+
+    The host cannot know that alone.
     """
     reached = [[t.mine for t in way.tcp if t.how == "all"] for (here, _), way in ways.items() if here == reading.name]
     leading = [
@@ -175,8 +176,8 @@ def with_way_out(reading: Reading, ways: Mapping[tuple[str, str], Way]) -> Readi
     return reading.changed(leads_out=max(leading, key=lambda one: one[1])[0] if leading else None)
 
 
-def _way(answer: Any) -> Way:
-    """Raises `KeyError` or `TypeError` where a host says it in another form."""
-    tcp = tuple(Try(str(t["address"]), str(t["how"]), t["mine"], str(t["said"])) for t in answer["tcp"])
-    ssh = Ran(answer["ssh"]["code"], str(answer["ssh"]["out"]), str(answer["ssh"]["err"]))
-    return Way(tcp, tuple(str(address) for address in answer["addresses"] or ()), ssh)
+def _way(answer: Any) -> Route:
+    """Return the route. Raises `KeyError` or `TypeError` where a host answers in another form."""
+    tcp = tuple(TcpAttempt(str(t["address"]), str(t["how"]), t["mine"], str(t["said"])) for t in answer["tcp"])
+    ssh = CommandResult(answer["ssh"]["code"], str(answer["ssh"]["out"]), str(answer["ssh"]["err"]))
+    return Route(tcp, tuple(str(address) for address in answer["addresses"] or ()), ssh)

@@ -1,4 +1,4 @@
-"""What was read of one host: files, what commands said, and facts. Checks see a host by this alone.
+"""The readings of one host: files, output of commands, and facts. Checks see a host by this alone.
 
 Nothing of it is believed: it may have any form and any character. A check asks for what it needs by `file`, `glob`,
 `ran` and `fact`; what is there but cannot be read is `Unreadable`.
@@ -21,8 +21,8 @@ class Unreadable(Exception):
 
 
 @dataclass(frozen=True)
-class Ran:
-    """How a command ended; ``code`` is None where it did not."""
+class CommandResult:
+    """The end of a command; ``code`` is None where it did not end."""
 
     code: int | None
     out: str
@@ -34,44 +34,46 @@ class Ran:
 
 
 @dataclass(frozen=True)
-class Reading:
+class HostReading:
     """One host. ``files`` are texts by path, ``unreadable`` the reasons for those that could not be read."""
 
     name: str
     files: Mapping[str, str] = field(default_factory=dict)
     unreadable: Mapping[str, str] = field(default_factory=dict)
-    commands: Mapping[str, Ran] = field(default_factory=dict)
+    commands: Mapping[str, CommandResult] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, name: str, answer: Mapping[str, Any]) -> Reading:
-        """What a probe answered. Raises `Unreadable` where it has another form."""
+    def of(cls, name: str, answer: Mapping[str, Any]) -> HostReading:
+        """Return the answer of a probe. Raises `Unreadable` where it has another form."""
         try:
-            ran = {str(k): Ran(v["code"], str(v["out"]), str(v["err"])) for k, v in answer["commands"].items()}
+            ran = {
+                str(k): CommandResult(v["code"], str(v["out"]), str(v["err"])) for k, v in answer["commands"].items()
+            }
             files, unreadable = ({str(k): str(v) for k, v in answer[key].items()} for key in ("files", "unreadable"))
             return cls(name, files, unreadable, ran, {str(k): v for k, v in answer["facts"].items()})
         except (KeyError, TypeError, AttributeError) as error:
             raise Unreadable(f"the host answered in another form than expected: {error!r}") from None
 
     def file(self, path: str) -> str | None:
-        """The text of a file, without the last line's end; None where it is not there."""
+        """Return the text of a file, without the last line's end; None where it is not there."""
         if path in self.unreadable:
             raise Unreadable(f"{path} cannot be read: {self.unreadable[path]}")
         text = self.files.get(path)
         return None if text is None else text.strip()
 
     def glob(self, pattern: str) -> dict[str, str]:
-        """The texts of the files whose paths match, of those that can be read."""
+        """Return the texts of the files whose paths match, of those that can be read."""
         if refused := fnmatch.filter(self.unreadable, pattern):
             raise Unreadable(f"{refused[0]} cannot be read: {self.unreadable[refused[0]]}")
         return {path: self.files[path].strip() for path in fnmatch.filter(self.files, pattern)}
 
-    def command(self, words: Sequence[str]) -> Ran | None:
-        """How a command ended; None where the program is not there."""
+    def command(self, words: Sequence[str]) -> CommandResult | None:
+        """Return the result of a command; None where the program is not there."""
         return self.commands.get(" ".join(words))
 
     def ran(self, words: Sequence[str]) -> str | None:
-        """What a command printed; None where the program is not there."""
+        """Return the output of a command; None where the program is not there."""
         if (ran := self.command(words)) is None:
             return None
         if ran.code != 0:
@@ -85,21 +87,21 @@ class Reading:
         return value
 
     def package(self, name: str) -> str | None:
-        """The version of an installed package."""
+        """Return the version of an installed package."""
         version = self.fact("packages", dict).get(name)
         return None if version is None else str(version)
 
     def as_root(self, line: str) -> str:
-        """A line to type that needs the superuser."""
+        """Return a line to type that needs the superuser."""
         return line if self.facts.get("root") is True else f"sudo {line}"
 
-    def changed(self, **facts: Any) -> Reading:
-        """The same host with other facts."""
+    def changed(self, **facts: Any) -> HostReading:
+        """Return the same host with other facts."""
         return replace(self, facts={**self.facts, **facts})
 
 
 def plain(text: object, longest: int = _LONGEST) -> str:
-    r"""Text of a host as it may stand on a terminal: one line, nothing that a terminal would take as an order.
+    r"""Return a text as it may stand on a terminal: one line, nothing that a terminal would take as an order.
 
     >>> plain("mlx5_0\x1b[2J\nup")
     'mlx5_0\\x1b[2J up'
@@ -110,7 +112,7 @@ def plain(text: object, longest: int = _LONGEST) -> str:
 
 
 def typed(*words: object) -> str:
-    """A line to type, of which every word is quoted where a shell would take it apart.
+    """Return a line to type, of which every word is quoted where a shell would take it apart.
 
     >>> typed("ip", "link", "set", "dev", "eth0; rm -rf /", "mtu", 1500)
     "ip link set dev 'eth0; rm -rf /' mtu 1500"

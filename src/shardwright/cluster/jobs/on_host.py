@@ -1,4 +1,4 @@
-"""What runs on a host for `shardwright ps -H` and `stop -H`: it finds the jobs of this user there, and ends them.
+"""The program on a host for `shardwright ps -H` and `stop -H`: it finds the jobs of this user there, and ends them.
 
 A job is known by the mark that all its processes carry, and by the record of its launcher where that is on this host.
 Above the processes of a job whose launcher is elsewhere stands an agent, as long as that launcher is heard. The orders:
@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from shardwright.cluster.programs.answering import answer_orders
+from shardwright.cluster.programs.on_host import answer_orders
 from shardwright.launch.carriers.packed import BOOT
 from shardwright.launch.host.processes import (
     ASK_LAUNCHER,
@@ -38,7 +38,7 @@ _KILL_S = 8.0
 
 
 def _processes() -> dict[str, set[int]]:
-    """The processes of this user's jobs, by the id of the job."""
+    """Return the processes of this user's jobs, by the id of the job."""
     found: dict[str, set[int]] = {}
     for pid, mark in job_marks().items():
         if (match := _MARK.fullmatch(mark)) and _is_ours(pid):
@@ -54,7 +54,7 @@ def _is_ours(pid: int) -> bool:
 
 
 def _agents(pids: Collection[int]) -> set[int]:
-    """The agents that stand above processes of a job."""
+    """Return the agents that stand above processes of a job."""
     above = {up for pid in pids if (up := parent(pid)) is not None} - set(pids)
     return {pid for pid in above if _is_ours(pid) and _is_agent(pid)}
 
@@ -67,7 +67,7 @@ def _is_agent(pid: int) -> bool:
 
 
 def jobs() -> dict[str, Any]:
-    """The jobs of which there are processes here, and those that were launched here."""
+    """Return the jobs of which there are processes here, and those that were launched here."""
     return {
         "records": [{**asdict(record), "lives": record.lives} for record in known_jobs()],
         "parts": [_part(job_id, pids) for job_id, pids in _processes().items()],
@@ -75,7 +75,7 @@ def jobs() -> dict[str, Any]:
 
 
 def _part(job_id: str, pids: set[int]) -> dict[str, Any]:
-    """What is here of a job: since when it runs, whether an agent watches it, and from where that was started."""
+    """Return the part of a job here: its age, whether an agent watches it, and from where that was started."""
     agents = _agents(pids)
     begun = [ticks for pid in pids if (ticks := start_ticks(pid)) is not None]
     up_s = time.clock_gettime(time.CLOCK_BOOTTIME)
@@ -88,8 +88,9 @@ def _part(job_id: str, pids: set[int]) -> dict[str, Any]:
 
 
 def end(job_id: str, now: bool) -> dict[str, Any]:
-    """Tell the launcher, if it is here, or else the agents, which pass it on; processes that nobody watches are told
-    themselves.
+    """Tell the launcher, if it is here, or else the agents, which pass it on, to end a job.
+
+    Processes that nobody watches are told themselves.
     """
     if records := [record for record in known_jobs() if job_id in record.marks and record.lives]:
         for record in records:

@@ -29,7 +29,7 @@ _ANSWER_S = 15.0
 _MOST_BYTES = 1 << 24  # of an answer: more is no answer of ours
 
 
-class Silent(Exception):
+class NoAnswer(Exception):
     """A host that does not answer as it should, with the reason."""
 
 
@@ -69,7 +69,7 @@ class Probe:
         self._writing: threading.Thread | None = None
 
     def ask(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """Raises `Silent` where the host does not answer in time, or fails, or answers with something else."""
+        """Return the answer. Raises `NoAnswer` where the host does not answer in time, fails, or answers otherwise."""
         self._write(self._first + json.dumps(order).encode() + b"\n")
         self._first = b""
         until_s = time.monotonic() + self.timeout_s if self._batch or self._mark is None else float("inf")
@@ -81,11 +81,11 @@ class Probe:
                 line, _, self._buffer = self._buffer.partition(b"\n")
                 return self._answer(line)
             if len(self._buffer) > _MOST_BYTES:
-                raise Silent("it answered more than an answer can be")
+                raise NoAnswer("it answered more than an answer can be")
             self._buffer += self._read(until_s)
 
     def _write(self, data: bytes) -> None:
-        """Beside what is read: a host that has stopped reading is silent, and holds nobody up."""
+        """Write in a thread: a host that has stopped reading is silent, and holds nobody up."""
         assert self._process.stdin is not None
         self._writing = threading.Thread(target=_send, args=(self._process.stdin.fileno(), data), daemon=True)
         self._writing.start()
@@ -95,9 +95,9 @@ class Probe:
         descriptor = self._process.stdout.fileno()
         left_s = None if until_s == float("inf") else max(0.0, until_s - time.monotonic())
         if not select.select([descriptor], [], [], left_s)[0]:
-            raise Silent(self._why(None))
+            raise NoAnswer(self._why(None))
         if not (data := os.read(descriptor, 1 << 16)):
-            raise Silent(self._why(self._end()))
+            raise NoAnswer(self._why(self._end()))
         return data
 
     def _answer(self, line: bytes) -> dict[str, Any]:
@@ -106,11 +106,11 @@ class Probe:
         except ValueError:
             answer = None
         if not isinstance(answer, dict):
-            raise Silent("it answered something that is no answer")
+            raise NoAnswer("it answered something that is no answer")
         if answer.get("message") == "TooOld":
-            raise Silent(self._why(0, {TooOld: TooOld(str(answer.get("python")))}))
+            raise NoAnswer(self._why(0, {TooOld: TooOld(str(answer.get("python")))}))
         if "failed" in answer:
-            raise Silent(str(answer["failed"]))
+            raise NoAnswer(str(answer["failed"]))
         return answer
 
     def _end(self) -> int | None:
@@ -125,7 +125,7 @@ class Probe:
         return why_no_answer(self.host, answers or {}, code, said, noise, self.python, self.timeout_s)
 
     def close(self) -> None:
-        """End it: it ends by itself when nobody can ask it any more, if it ever began."""
+        """End the program: it ends by itself when nobody can ask it any more, if it ever began."""
         if self._mark is not None:
             self._process.kill()
         if self._writing is not None:
@@ -148,8 +148,9 @@ def _send(descriptor: int, data: bytes) -> None:
 def open_all(
     hosts: Hosts, module: str, python: PerHost, timeout_s: float, batch: bool = True
 ) -> Iterator[tuple[dict[str, Probe], dict[str, str]]]:
-    """The program on each host by the host's name, and why others are silent. Without ``batch`` one host is asked after
-    the other, since ssh may ask the person.
+    """Yield the program on each host by the host's name, and why others are silent.
+
+    Without ``batch`` one host is asked after the other, since ssh may ask the person.
     """
     opened: dict[str, Probe] = {}
     silent: dict[str, str] = {}
@@ -159,7 +160,7 @@ def open_all(
         one = opened[host.name] = Probe(host, module, path, timeout_s, batch)
         try:
             one.ask({"order": "hello"})
-        except Silent as error:
+        except NoAnswer as error:
             silent[host.name] = str(error)
 
     with ThreadPoolExecutor(max(1, len(hosts)) if batch else 1) as pool:

@@ -11,10 +11,9 @@ from typing import Any
 import click
 
 from shardwright.cluster.doctor.reading import plain
-from shardwright.cluster.programs.connection import Probe, Silent, open_all
+from shardwright.cluster.programs.connection import NoAnswer, Probe, open_all
 from shardwright.cluster.trust import on_host
-from shardwright.cluster.trust.host_keys import known_lines
-from shardwright.cluster.trust.plan import Lacking, Look, authorized_line, plan
+from shardwright.cluster.trust.plan import MissingLogins, SshState, authorized_line, known_lines, plan
 from shardwright.errors import LaunchError, UsageError
 from shardwright.launch.hosts.hosts import Host, Hosts
 from shardwright.launch.options.request import HostRequest, PerHost
@@ -29,7 +28,7 @@ def trust(
     named = _named(hosts, hostfile)
     alone = not sys.stdin.isatty()  # nobody whom ssh could ask
     with _open(named, PerHost.read("--python", python, named), timeout_s, batch=alone) as opened:
-        looks = {host.name: Look.of(host, _ask(opened, host, {"order": "look"})) for host in named}
+        looks = {host.name: SshState.of(host, _ask(opened, host, {"order": "look"})) for host in named}
         if undo:
             return _undo(named, opened, looks, dry, yes)
         known = {host.name: known_lines(host) for host in named}
@@ -63,7 +62,7 @@ def _named(hosts: str | None, hostfile: str | None) -> Hosts:
 
 @contextlib.contextmanager
 def _open(hosts: Hosts, python: PerHost, timeout_s: float, batch: bool) -> Iterator[Opened]:
-    """The program on each host, connected. Raises `LaunchError` where one host is silent."""
+    """Yield the program on each host, connected. Raises `LaunchError` where one host is silent."""
     with open_all(hosts, on_host.__name__, python, timeout_s, batch) as (opened, silent):
         if silent:
             listed = "".join(f"\n  {name}: {plain(why)}" for name, why in silent.items())
@@ -72,10 +71,10 @@ def _open(hosts: Hosts, python: PerHost, timeout_s: float, batch: bool) -> Itera
 
 
 def _ask(opened: Opened, host: Host, order: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer of a host. Raises `LaunchError` where it fails there."""
+    """Return the answer of a host. Raises `LaunchError` where it fails there."""
     try:
         return opened[host.name].ask(order)
-    except Silent as error:
+    except NoAnswer as error:
         raise LaunchError(f"{host.name}: {plain(error)}") from None
 
 
@@ -89,7 +88,7 @@ def _may(yes: bool) -> bool:
 
 
 def _apply(
-    hosts: Hosts, opened: Opened, lacking: Sequence[Lacking], looks: Mapping[str, Look],
+    hosts: Hosts, opened: Opened, lacking: Sequence[MissingLogins], looks: Mapping[str, SshState],
     known: Mapping[str, Sequence[str]],
 ) -> None:  # fmt: skip
     """Make keys, then let every host in at every other one."""
@@ -98,7 +97,7 @@ def _apply(
         for one in lacking:
             made = looks[one.host.name]
             if one.makes_key:
-                made = Look.of(one.host, {**_ask(opened, one.host, {"order": "key"}), **_EMPTY})
+                made = SshState.of(one.host, {**_ask(opened, one.host, {"order": "key"}), **_EMPTY})
             if made.key is None:
                 raise LaunchError(f"{one.host.name}: no key was made")
             keys[one.host.name] = made.key
@@ -115,7 +114,7 @@ def _apply(
 _EMPTY: Mapping[str, Any] = {"user": "", "authorized": (), "known": (), "undo": ()}
 
 
-def _undo(hosts: Hosts, opened: Opened, looks: Mapping[str, Look], dry: bool, yes: bool) -> int:
+def _undo(hosts: Hosts, opened: Opened, looks: Mapping[str, SshState], dry: bool, yes: bool) -> int:
     for host in hosts:
         files = ", ".join(f"~/.ssh/{plain(name)}" for name in looks[host.name].undo)
         click.echo(f"{host.name}: {f'put back {files}' if files else 'nothing to undo'}")

@@ -1,4 +1,4 @@
-"""What runs on a host for `shardwright hosts trust`: it looks at ~/.ssh, changes it as it is told, and undoes that.
+"""The program on a host for `shardwright hosts trust`: it reads ~/.ssh, changes it as it is told, and undoes that.
 
 It needs the standard library alone, so that it can be sent to a bare host. Its orders:
 
@@ -27,8 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from shardwright.cluster.programs.answering import answer_orders
-from shardwright.cluster.programs.logins import login_try
+from shardwright.cluster.programs.on_host import answer_orders, login_try
 
 _RECORD = "shardwright-trust.json"
 _KEYS = ("id_ed25519", "id_ecdsa", "id_rsa")
@@ -57,7 +56,7 @@ class Folder:
         }
 
     def public_key(self) -> str | None:
-        """The public key that ssh would offer first, of those of which both parts are there."""
+        """Return the public key that ssh would offer first, of those of which both parts are there."""
         for name in _KEYS:
             public = self.path / f"{name}.pub"
             if (self.path / name).exists() and public.exists():
@@ -105,7 +104,7 @@ class Folder:
         return added
 
     def _begin(self) -> None:
-        """The folder and the record of what was there; whether the folder was there is the first thing in it."""
+        """Make the folder and the record; whether the folder was there is the first thing in it."""
         if self.record.exists():
             return
         there = self.path.exists()
@@ -120,7 +119,7 @@ class Folder:
         _replace(self.record, json.dumps(kept).encode(), 0o600)
 
     def _keep(self, name: str) -> None:
-        """Write down what a file is before its first change."""
+        """Write down the content of a file before its first change."""
         kept = self._kept()
         if name in kept["files"]:
             return
@@ -140,7 +139,7 @@ class Folder:
         _replace(path, data, path.stat().st_mode & 0o7777 if path.exists() else mode)
 
     def _note(self, name: str, lines: Sequence[str]) -> None:
-        """Write down what a file is after a change of ours, and the lines that came with it."""
+        """Write down the digest of a file after a change of ours, and the lines that came with it."""
         kept = self._kept()
         kept["files"][name]["after"] = _digest(self.path / name)
         kept["files"][name]["lines"] += lines
@@ -201,7 +200,7 @@ def _replace(path: Path, data: bytes, mode: int) -> None:
 
 
 def login(targets: Sequence[str]) -> dict[str, str | None]:
-    """Whether ssh to each of them needs nothing from a person: None, or why not."""
+    """Return, for each target, None where ssh needs nothing from a person, or why it does."""
     with ThreadPoolExecutor(_LOGINS_AT_ONCE) as pool:
         return dict(zip(targets, pool.map(_login, targets), strict=True))
 

@@ -1,4 +1,4 @@
-"""`shardwright watch`: what the ranks of a job do, on a terminal as a screen, elsewhere as lines."""
+"""`shardwright watch`: the state of the ranks of a job, on a terminal as a screen, elsewhere as lines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.console import Console, ConsoleDimensions
 from rich.live import Live
 
 from shardwright.cluster.doctor.reading import plain
-from shardwright.cluster.programs.connection import Probe, Silent, open_all
+from shardwright.cluster.programs.connection import NoAnswer, Probe, open_all
 from shardwright.cluster.watch import on_host
 from shardwright.cluster.watch.view import events, progress, screen
 from shardwright.common.words import on_a_clock
@@ -22,9 +22,9 @@ from shardwright.launch.hosts.hosts import Hosts
 from shardwright.launch.joblog.job import find_job as find_in_folder
 from shardwright.launch.joblog.jobs import LOST, known_jobs, show_jobs
 from shardwright.launch.options.request import PerHost
-from shardwright.launch.progress.ranks import Snapshot, Watched
+from shardwright.launch.progress.ranks import Snapshot, WatchedJob
 
-Look = Callable[[], Snapshot]
+TakeSnapshot = Callable[[], Snapshot]
 _LOOK_S = 1.0
 _LINE_S = 10.0  # between two lines where there is no terminal
 
@@ -34,11 +34,11 @@ def watch(word: str | None, log_dir: Path) -> int:
 
     Raises `UsageError` where there is no such job, or several may be meant.
     """
-    return show(Watched(_the_one() if word is None else folder_of(word, log_dir)).snapshot)
+    return show(WatchedJob(_the_one() if word is None else folder_of(word, log_dir)).snapshot)
 
 
 def watch_on(word: str | None, hosts: Hosts, python: PerHost, timeout_s: float) -> int:
-    """The same for a job that was launched on one of ``hosts``."""
+    """Watch a job that was launched on one of ``hosts``."""
     with open_all(hosts, on_host.__name__, python, timeout_s) as (probes, silent):
         for name, why in silent.items():
             click.echo(f"shardwright: {name}: {plain(why)}", err=True)
@@ -46,7 +46,7 @@ def watch_on(word: str | None, hosts: Hosts, python: PerHost, timeout_s: float) 
         return show(lambda: _asked(probe, folder))
 
 
-def show(look: Look, console: Console | None = None, every_s: float = _LINE_S) -> int:
+def show(look: TakeSnapshot, console: Console | None = None, every_s: float = _LINE_S) -> int:
     """Show a job until it has ended; who interrupts ends the watching alone."""
     seen = look()
     console = console or Console()
@@ -64,8 +64,8 @@ def show(look: Look, console: Console | None = None, every_s: float = _LINE_S) -
     return seen.state.code
 
 
-def _on_screen(look: Look, console: Console) -> Snapshot:
-    """Until the job has ended. The terminal itself says how large it is: COLUMNS may be of an earlier moment."""
+def _on_screen(look: TakeSnapshot, console: Console) -> Snapshot:
+    """Show the job until it has ended. The terminal itself says how large it is: COLUMNS may be outdated."""
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             seen = look()
@@ -76,7 +76,7 @@ def _on_screen(look: Look, console: Console) -> Snapshot:
             time.sleep(_LOOK_S)
 
 
-def _in_lines(look: Look, every_s: float) -> Snapshot:
+def _in_lines(look: TakeSnapshot, every_s: float) -> Snapshot:
     before, due_s = None, 0.0
     while True:
         seen = look()
@@ -93,7 +93,7 @@ def _in_lines(look: Look, every_s: float) -> Snapshot:
 
 
 def folder_of(word: str, log_dir: Path) -> Path:
-    """The folder of a job that runs here, of one in ``log_dir``, or the one that is named.
+    """Return the folder of a job that runs here, of one in ``log_dir``, or the one that is named.
 
     Raises `UsageError` where there is none, or several are named so.
     """
@@ -107,7 +107,7 @@ def folder_of(word: str, log_dir: Path) -> Path:
 
 
 def _the_one() -> Path:
-    """The folder of the only job that runs here."""
+    """Return the folder of the only job that runs here."""
     living = [record for record in known_jobs() if record.lives]
     if len(living) == 1:
         return Path(living[0].folder)
@@ -117,7 +117,7 @@ def _the_one() -> Path:
 
 
 def _launched(word: str | None, probes: Mapping[str, Probe]) -> tuple[Probe, str]:
-    """Where the job is read, and its folder there. One that was lost is meant where no other can be."""
+    """Return the program on the launcher's host, and the job's folder there; a lost job only where no other fits."""
     found = [
         (probe, str(record["name"]), str(record["folder"]), record["state"] == LOST)
         for probe in probes.values()
@@ -147,5 +147,5 @@ def _asked(probe: Probe, folder: str) -> Snapshot:
 def _answer(probe: Probe, order: Mapping[str, str]) -> dict[str, Any]:
     try:
         return probe.ask(order)
-    except Silent as error:
+    except NoAnswer as error:
         raise LaunchError(f"{probe.host.name}: {plain(error)}") from None

@@ -1,7 +1,7 @@
-"""What runs on a host for `shardwright watch -H`: it reads the folder of a job that was launched there. The orders:
+"""The program on a host for `shardwright watch -H`, which reads the folder of a job that was launched there.
 
 {"order": "jobs"}                     the jobs that were launched here
-{"order": "watch", "folder": PATH}    the job with this folder, now (`launch.progress.snapshot`)
+{"order": "watch", "folder": PATH}    the job with this folder, now (`launch.progress.ranks`)
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from shardwright.cluster.programs.answering import answer_orders
+from shardwright.cluster.programs.on_host import answer_orders
 from shardwright.launch.joblog.jobs import known_jobs
-from shardwright.launch.progress.ranks import Watched
+from shardwright.launch.progress.ranks import WatchedJob
 
 
 @cache
-def _watched(folder: str) -> Watched:
+def _watched(folder: str) -> WatchedJob:
     """Return who reads a job's folder, and remembers how far it has.
 
     Cached by the folder: its answers are read anew each time, this only keeps the place in growing files.
     """
-    return Watched(Path(folder))
+    return WatchedJob(Path(folder))
 
 
 def _jobs() -> dict[str, Any]:

@@ -13,7 +13,7 @@ from shardwright.cluster.watch.view import screen
 from shardwright.compiler.report.runs.document import document_of, history, whole_run
 from shardwright.compiler.report.runs.html import save_html
 from shardwright.launch.joblog.job import JobFolder
-from shardwright.launch.progress.ranks import Watched
+from shardwright.launch.progress.ranks import WatchedJob
 
 _WIDTH = 120  # where the output is no terminal
 _MOST_RANKS = 64
@@ -24,7 +24,7 @@ def report(folder: Path, html: Path | None) -> None:
 
     Raises `UsageError` where the folder is no job's, or the page cannot be written.
     """
-    now, job = Watched(folder).snapshot(), JobFolder(folder)
+    now, job = WatchedJob(folder).snapshot(), JobFolder(folder)
     histories = [history(job, seen.rank) for seen in now.ranks]
     for damage in filter(None, (one.damage for one in histories)):
         click.echo(f"shardwright: {damage}", err=True)

@@ -13,7 +13,7 @@ from shardwright.cluster.doctor.reading import plain
 from shardwright.common.words import in_bytes, in_time, on_a_clock
 from shardwright.launch.joblog.job import RUNNING
 from shardwright.launch.progress.lines import StepLine
-from shardwright.launch.progress.ranks import RankSeen, Snapshot
+from shardwright.launch.progress.ranks import RankSnapshot, Snapshot
 
 _WIDE, _HOSTS = 100, 76  # columns of a terminal, from which on names are whole, and hosts and reasons are shown
 _LOG_LINES, _FEWEST_RANKS = 8, 3
@@ -26,7 +26,7 @@ _NOTHING = "-"
 
 
 def screen(seen: Snapshot, width: int, height: int) -> RenderableType:
-    """What fits on so many columns and rows: ranks with a mark come first where not all fit."""
+    """Return a screen of so many columns and rows: ranks with a mark come first where not all fit."""
     marks, wires = seen.marks(), list(_wires(seen))
     fixed = len(_head(seen)) + len(wires) + 3 + (seen.plan is not None)
     room = max(_FEWEST_RANKS, height - fixed - min(len(seen.log), _LOG_LINES))
@@ -42,7 +42,7 @@ def screen(seen: Snapshot, width: int, height: int) -> RenderableType:
     return Group(*parts)
 
 
-def _chosen(seen: Snapshot, marks: dict[int, str], room: int) -> list[RankSeen]:
+def _chosen(seen: Snapshot, marks: dict[int, str], room: int) -> list[RankSnapshot]:
     if len(seen.ranks) <= room:
         return list(seen.ranks)
     chosen = sorted(seen.ranks, key=lambda rank: rank.rank not in marks)[: max(1, room - 1)]
@@ -71,7 +71,7 @@ def _why_nothing(seen: Snapshot) -> str:
 
 
 def progress(seen: Snapshot) -> str:
-    """Where the training is, in a line; empty where nothing has been told."""
+    """Return the progress of the training, in a line; empty where nothing has been reported."""
     line, doing = seen.first, [plain(seen.doing)] if seen.doing else []
     if line is None:
         return "".join(doing)
@@ -86,7 +86,7 @@ def progress(seen: Snapshot) -> str:
     return ", ".join(parts)
 
 
-def _table(seen: Snapshot, shown: Sequence[RankSeen], marks: dict[int, str], width: int) -> Table:
+def _table(seen: Snapshot, shown: Sequence[RankSnapshot], marks: dict[int, str], width: int) -> Table:
     several = width >= _HOSTS and len({rank.state.host for rank in seen.ranks}) > 1
     table = Table(box=None, padding=(0, 2 if width >= _WIDE else 1, 0, 0), pad_edge=False, header_style="bold")
     for wide, narrow, least in _COLUMNS:
@@ -137,7 +137,7 @@ def _log(seen: Snapshot, most: int) -> list[Text]:
 
 
 def events(before: Snapshot | None, now: Snapshot) -> list[str]:
-    """What is new of the ranks since the last look, in lines."""
+    """Return the changes of the ranks since the last look, in lines."""
     old, new = before.marks() if before is not None else {}, now.marks()
     came = [f"rank {rank}: {mark}" for rank, mark in new.items() if _kind(old.get(rank, "")) != _kind(mark)]
     went = [f"rank {rank}: no longer {_kind(mark)}" for rank, mark in old.items() if rank not in new and now.runs]
@@ -147,5 +147,5 @@ def events(before: Snapshot | None, now: Snapshot) -> list[str]:
 
 
 def _kind(mark: str) -> str:
-    """A mark without its numbers, which change with each look."""
+    """Return a mark without its numbers, which change with each look."""
     return mark.partition(" ")[0].rstrip(":")

@@ -1,4 +1,4 @@
-"""What the launcher sends to a host: it checks the host, starts the supervisor there, and stands between the two.
+"""The agent on a host: it checks the host, starts the supervisor there, and stands between it and the launcher.
 
     launcher ── ssh ── sshd ── agent ── supervisor ── ranks
 
@@ -53,12 +53,12 @@ from shardwright.launch.host.processes import (
 )
 from shardwright.launch.host.protocol import (
     EVENTS,
-    Beat,
     End,
-    EndAsked,
     Ended,
+    EndRequested,
     Event,
     Exited,
+    Heartbeat,
     Kill,
     NotStarted,
     Order,
@@ -72,7 +72,7 @@ from shardwright.launch.host.stage import StagedFiles
 from shardwright.launch.host.stream import Decoder, Writer, encode, take_stdio
 from shardwright.launch.hosts import interfaces
 from shardwright.launch.hosts.port import PortLease
-from shardwright.launch.joblog.logs import KeptLogs
+from shardwright.launch.joblog.logs import RetainedLogs
 from shardwright.launch.supervisor import preflight
 
 _CHUNK_BYTES = 1 << 18
@@ -84,7 +84,7 @@ _TELL_STAGING_S = 1.0
 
 
 class Agent:
-    """What stands on a host between launcher and supervisor.
+    """The process between launcher and supervisor; ``packed`` is the descriptor of the zip file of this package.
 
     ``packed`` is the descriptor of the zip file of this package.
     """
@@ -103,7 +103,7 @@ class Agent:
         self.port: PortLease | None = None
         self.supervisor: _SupervisorProcess | None = None
         self.has_started = False
-        self.kept: KeptLogs | None = None
+        self.kept: RetainedLogs | None = None
         self.staged: StagedFiles | None = None
         self.told_staging_s = 0.0
         os.set_blocking(orders, False)
@@ -143,7 +143,7 @@ class Agent:
         """Ask the launcher to end the job, as somebody on this host has asked."""
         for signum in os.read(fd, 512):
             if signum in (ASK_LAUNCHER, KILL_NOW):
-                self.tell(EndAsked(signum == KILL_NOW))
+                self.tell(EndRequested(signum == KILL_NOW))
 
     # --- from the launcher
 
@@ -162,7 +162,7 @@ class Agent:
 
     def _follow(self, order: AgentOrder) -> None:
         match order:
-            case Beat(sent_s):
+            case Heartbeat(sent_s):
                 self.tell(Clock(sent_s, time.time()))
                 self._pass_on(order)
             case StageBegin():
@@ -213,7 +213,7 @@ class Agent:
                 left.unlink()
         self.has_started = True
         try:
-            self.kept = None if order.kept is None else KeptLogs(order.kept, order.ranks)
+            self.kept = None if order.kept is None else RetainedLogs(order.kept, order.ranks)
         except OSError as error:
             self.tell(NotStarted(
                 f"the log {error.filename} cannot be written there: {error.strerror}; type --job NAME or --log-dir DIR"
@@ -250,7 +250,7 @@ class Agent:
             self.tell(lost)
         self.tell(event)
 
-    def _relay_kept(self, kept: KeptLogs, event: Event) -> bool:
+    def _relay_kept(self, kept: RetainedLogs, event: Event) -> bool:
         """Keep what an event brings. Returns whether the launcher is to have the event."""
         match event:
             case Output(rank, stream, data):
@@ -274,7 +274,7 @@ class Agent:
 
 
 class _Line:
-    """How the line to the launcher keeps up, and what was left out of the ranks' output."""
+    """The state of the line to the launcher: for how long it has been full, and how much output was left out."""
 
     def __init__(self) -> None:
         self.full_since_s: float | None = None
@@ -282,7 +282,7 @@ class _Line:
         self.lost: dict[tuple[int, str], int] = {}
 
     def holds_up(self, backlog_bytes: int) -> bool:
-        """Whether ranks have to wait: from when the line is full until it is half empty, unless that takes too long."""
+        """Return whether ranks have to wait: from a full line to a half empty one, or for `_PATIENCE_S`."""
         now_s = time.monotonic()
         if self.full_since_s is None:
             if backlog_bytes >= _BACKLOG_BYTES and now_s >= self.lossy_until_s:
@@ -307,7 +307,7 @@ class _Line:
         return True
 
     def losses(self) -> list[OutputLost]:
-        """What was left out since the last time, which the launcher is to hear before anything else."""
+        """Return the losses since the last call, which the launcher is to hear of before anything else."""
         losses = [
             OutputLost(rank, stream, lost_bytes, "the line between the hosts did not take them")
             for (rank, stream), lost_bytes in self.lost.items()

@@ -1,8 +1,8 @@
-"""The launcher's end of the line to an agent (`agent`): its first word among noise, beats, its clock, its end.
+"""The launcher's end of the line to an agent (`agent`): its first word among noise, heartbeats, its clock, its end.
 
-Each side sends a beat four times in a lease, and anything that comes counts. The agent and the supervisor each kill the
-ranks where the launcher falls silent; the launcher ends the job where an agent does. Beats carry times, from which the
-clock of each host is known.
+Each side sends a heartbeat four times in a lease, and anything that comes counts. The agent and the supervisor each
+kill the ranks where the launcher falls silent; the launcher ends the job where an agent does. Heartbeats carry times,
+from which the clock of each host is known.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from shardwright.launch.host.agent_protocol import (
     TooOld,
 )
 from shardwright.launch.host.processes import die_with_parent
-from shardwright.launch.host.protocol import Beat, Event, SupervisorGone
+from shardwright.launch.host.protocol import Event, Heartbeat, SupervisorGone
 from shardwright.launch.host.stream import Decoder
 from shardwright.launch.hosts.hosts import Host
 from shardwright.launch.joblog.judge import signal_name
@@ -48,8 +48,9 @@ A = TypeVar("A", bound=Answer)
 
 
 class AgentConnection(Connection):
-    """The line to an agent. The process is ssh (or srun, with an ``environment`` of its own), or the agent itself, on
-    this host.
+    """The line to an agent.
+
+    The process is ssh (or srun, with an ``environment`` of its own), or the agent itself, on this host.
     """
 
     def __init__(
@@ -90,27 +91,26 @@ class AgentConnection(Connection):
         super().detach()
 
     def has(self, kind: type[Answer]) -> bool:
-        """Whether the agent has given such an answer."""
+        """Return whether the agent has given such an answer."""
         return kind in self.answers
 
     def answer(self, kind: type[A]) -> A:
-        """What the agent has answered, of those answers that it `has` given."""
+        """Return an answer of the agent, of those that it `has` given."""
         answer = self.answers[kind]
         assert isinstance(answer, kind)
         return answer
 
     def send_stream(self, pieces: Iterator[bytes]) -> None:
-        """Send encoded messages, which are taken one by one as the other end takes them; where they fail,
-        ``stream_error`` says why.
+        """Send encoded messages, which are taken one by one as the other end takes them.
 
-        Until then nothing else goes between them but beats.
+        Where they fail, ``stream_error`` says why. Until then nothing else goes between them but heartbeats.
         """
         self._stream = pieces
-        self.send(Beat(time.time()))
+        self.send(Heartbeat(time.time()))
 
     @property
     def streamed(self) -> bool:
-        """Whether there was a stream: then the host is busy for as long as it is heard of."""
+        """Return whether there was a stream: then the host is busy for as long as it is heard of."""
         return self._stream is not None
 
     def _more(self) -> bytes:
@@ -133,12 +133,12 @@ class AgentConnection(Connection):
                 self._selector.unregister(self.errors)
 
     def tick(self) -> float | None:
-        """Send a beat, if it is time for one."""
+        """Send a heartbeat, if it is time for one."""
         assert self.lease_s is not None
         now_s = time.monotonic()
         if now_s >= self._beat_at_s:
             self._beat_at_s = now_s + self.lease_s / 4
-            self.send(Beat(time.time()))
+            self.send(Heartbeat(time.time()))
         return self._beat_at_s - now_s
 
     def _decode(self, data: bytes) -> list[Event]:
@@ -152,7 +152,7 @@ class AgentConnection(Connection):
         return [event for message in self._decoder.feed(data) if (event := self._event(message)) is not None]
 
     def _event(self, message: AgentEvent) -> Event | None:
-        """The message, unless it is for nobody but this connection."""
+        """Return the message, unless it is for this connection alone."""
         match message:
             case Clock(sent_s, time_s):
                 # As in NTP: the host read its clock in the middle of the way there and back, give or take half of it.
@@ -160,7 +160,7 @@ class AgentConnection(Connection):
                 self._clocks.append((now_s - sent_s, time_s - (sent_s + now_s) / 2))
                 self.clock_ahead_s = min(self._clocks)[1]
                 if len(self._clocks) < _CLOCK_SAMPLES // 2:
-                    self.send(Beat(time.time()))
+                    self.send(Heartbeat(time.time()))
             case Hello() | TooOld() | Checked() | Reached():
                 self.answers[type(message)] = message
             case Staging():
@@ -173,7 +173,7 @@ class AgentConnection(Connection):
 
     @property
     def may_live_s(self) -> float:
-        """An agent that has not told itself that it killed them gives up after its lease, at its next look."""
+        """The lease and the time to notice its end, unless the agent has told that it killed the ranks."""
         assert self.lease_s is not None
         return 0.0 if self._gone_code is not None else 1.25 * self.lease_s + 0.5
 
@@ -199,12 +199,12 @@ class AgentConnection(Connection):
         return 1, f"the connection to {self.name} ended ({how}{': ' if last else ''}{''.join(last)})"
 
     def said_lines(self) -> list[str]:
-        """What ssh or srun and the host's shell said, without srun's words on what it may well lack."""
+        """Return the output of ssh or srun and of the host's shell, without srun's warning of missing CPU binding."""
         lines = [line.strip() for line in self.said.decode(errors="replace").splitlines()]
         return [line for line in lines if line and _NO_BINDING not in line]
 
     def wait(self) -> int:
-        """Wait for the end of the process and read what it said last. Returns its exit code."""
+        """Wait for the end of the process, read its last output, and return its exit code."""
         try:
             code = self.process.wait(_CLOSE_S)
         except subprocess.TimeoutExpired:
@@ -241,7 +241,7 @@ def why_no_answer(
     host: Host, answers: Mapping[type, Answer], exit_code: int | None, said: bytes, noise: bytes, python: str,
     spent_s: float,
 ) -> str:  # fmt: skip
-    """One line. ``exit_code`` is of ssh, None where it still runs; ``noise`` what came in place of the agent's word."""
+    """Return one line; ``exit_code`` is of ssh, None where it still runs, ``noise`` came before any answer."""
     lines = [line.strip() for line in said.decode(errors="replace").splitlines() if line.strip()]
     last = lines[-1] if lines else ""
     if isinstance(old := answers.get(TooOld), TooOld):
@@ -287,7 +287,7 @@ def _why_ssh_failed(host: Host, said: str, last: str) -> str:
 
 
 def compare(checked: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
-    """What differs from the first host, for each host. ``checked`` has its versions, None for what it has not.
+    """Return the problems of each host that differs from the first; versions in ``checked`` may be None.
 
     >>> compare({"a": {"python": "3.11.2", "torch": "2.13.0", "shardwright": None},
     ...          "b": {"python": "3.12.0", "torch": None, "shardwright": None}})
@@ -314,7 +314,7 @@ def compare(checked: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
 
 
 def pip_words(package: str, version: str) -> list[str]:
-    """What pip is told to install exactly that version. One with a local part is in the index of its wheels alone.
+    """Return the arguments of pip that install this version; one with a local part is in the index of its wheels alone.
 
     >>> pip_words("torch", "2.13.0+cpu")
     ['install', 'torch==2.13.0+cpu', '--index-url', 'https://download.pytorch.org/whl/cpu']

@@ -58,15 +58,15 @@ class Connection(ABC):
         self._writer.attach(selector)
 
     def send(self, order: Message) -> None:
-        """Give the other end an order: now, or as soon as it takes it."""
+        """Send an order: now, or as soon as the other end takes it."""
         self._writer.put_now(encode(order))
 
     def _more(self) -> bytes:
-        """What goes to the other end once it has taken all that waited; nothing here."""
+        """Return what follows once the other end has taken all that waited: nothing here."""
         return b""
 
     def receive(self) -> list[Event] | None:
-        """What has come; None at the end of the stream."""
+        """Return the events that have come; None at the end of the stream."""
         try:
             data = os.read(self.events, _CHUNK_BYTES)
         except BlockingIOError:
@@ -78,7 +78,7 @@ class Connection(ABC):
 
     @abstractmethod
     def _decode(self, data: bytes) -> list[Event]:
-        """The events for the launcher in what has come."""
+        """Return the events for the launcher in these bytes."""
 
     def detach(self) -> None:
         """Take the line out of the selector."""
@@ -102,7 +102,7 @@ class Connection(ABC):
 
     @property
     def may_live_s(self) -> float:
-        """How long after the loss of the host its ranks may still run there."""
+        """The seconds for which ranks may still run on the host after it was lost."""
         return 0.0
 
     @abstractmethod
@@ -115,7 +115,7 @@ class Connection(ABC):
 
     @abstractmethod
     def why_lost(self, run_id: str, not_ours: set[int]) -> tuple[int, str]:
-        """Why the stream ended without a last word, or fell silent: an exit code, and what happened in words.
+        """Return an exit code and the reason in words for which the stream ended without a last word, or fell silent.
 
         What can be reached of the job there is killed first; ``not_ours`` are processes below us that are not.
         """
@@ -156,7 +156,7 @@ class Connections:
             connection.send(order)
 
     def end(self, order: End | Kill) -> None:
-        """Give an order that supervisors follow also where somebody has stopped them."""
+        """Send an order that supervisors follow also where somebody has stopped them."""
         self.order(order)
         for connection in self.living:
             connection.wake()
@@ -167,12 +167,12 @@ class Connections:
             connection.abandon()
 
     def expect_nothing(self) -> None:
-        """Count all lines as over: nothing more is to come on any of them."""
+        """Mark all lines as over."""
         for connection in self.all:
             connection.over = True
 
     def leases(self) -> dict[str, float | None]:
-        """How long each host that is still heard may be silent."""
+        """Return the lease of each host that is still heard."""
         return {connection.name: connection.lease_s for connection in self.living}
 
     def ticks(self) -> list[float | None]:
@@ -184,29 +184,26 @@ class Connections:
 
 
 class Carrier(ABC):
-    """How the supervisors of a job come to be."""
+    """The means by which the supervisors of a job are started."""
 
     @property
     @abstractmethod
     def ranks(self) -> int:
-        """How many ranks there are on all hosts together."""
+        """The number of ranks on all hosts together."""
 
     @abstractmethod
     def start(
         self, run_id: str, folder: JobFolder, begin: str = "", shown: Collection[int] = ()
     ) -> Sequence[Connection]:
-        """Start the ranks: returns connections, of hosts in the order of their ranks, to supervisors that have their
-        order.
+        """Start the ranks and return the connections to their supervisors, in the order of ranks.
 
         Where logs are written on their hosts, ``begin`` is their first line after a restart, and ``shown`` are the
-        ranks whose output is to come here all the same.
-
-        Raises `OSError` or `LaunchError` where they cannot be.
+        ranks whose output is to come here all the same. Raises `OSError` or `LaunchError`.
         """
 
     @abstractmethod
     def describe_hosts(self) -> list[dict[str, Any]]:
-        """What ``run.json`` says of each host, without anything of an environment."""
+        """Return what ``run.json`` says of each host, without anything of an environment."""
 
     @abstractmethod
     def close(self) -> None:
@@ -234,7 +231,7 @@ def rank_variables(
 
 
 def default_environment(cpus: int, local_ranks: int) -> dict[str, str]:
-    """The variables that ranks have where nobody sets them."""
+    """Return the variables that ranks have where nobody sets them."""
     return {
         "OMP_NUM_THREADS": str(max(1, cpus // local_ranks)),
         "PYTHONUNBUFFERED": "1",  # a line is in the log when it was printed, even if the rank is killed after it

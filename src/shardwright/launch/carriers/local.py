@@ -110,7 +110,7 @@ class LocalConnection(Connection):
         self.process.kill()
 
     def why_lost(self, run_id: str, not_ours: set[int]) -> tuple[int, str]:
-        """The kernel has killed the ranks; what they started is found by mark or descent."""
+        """Return the supervisor's exit code and words for it; kill what its ranks, which are dead, had started."""
         code = self.process.wait()
         kill_all(lambda: marked(run_id) | descendants(os.getpid()) - not_ours, 10.0)
         what = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
@@ -122,7 +122,7 @@ class LocalConnection(Connection):
 
 
 def common_environment(options: LaunchOptions, run_id: str) -> dict[str, str]:
-    """What all ranks share, in place before anything is imported."""
+    """Return the environment that all ranks share, in place before anything is imported."""
     # Without an interface gloo looks up the host's own name, which can hang.
     interface = {"GLOO_SOCKET_IFNAME": "lo"} if os.path.exists("/sys/class/net/lo") else {}
     defaults = default_environment(len(os.sched_getaffinity(0)), options.ranks) | interface

@@ -55,7 +55,7 @@ def sources(*places: str) -> dict[str, bytes]:
 
 
 def pack(files: Mapping[str, bytes], module: str = "shardwright.launch.carriers.agent") -> tuple[bytes, bytes]:
-    """What to send to one interpreter, and the line after which its answers begin. It runs ``main`` of ``module``."""
+    """Return the bytes for one interpreter, which run ``main`` of ``module``, and the line before its first answer."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as packed:
         for name, data in files.items():

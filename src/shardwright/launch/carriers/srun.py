@@ -89,7 +89,7 @@ class SrunCarrier(SshCarrier):
 
 
 def batch_script(words: Sequence[str], request: LaunchRequest) -> str:
-    """For sbatch: runs `shardwright launch` with ``words``, but what has it printed, through srun in this folder.
+    """Return a script for sbatch that runs `shardwright launch` with ``words`` through srun in this folder.
 
     ``request`` is what the words say. Without hosts and ranks in it a person is to tell sbatch how many.
     """
@@ -110,7 +110,7 @@ def batch_script(words: Sequence[str], request: LaunchRequest) -> str:
 
 
 def _without_printing(words: Sequence[str]) -> list[str]:
-    """The words without the first that says what is to be printed; the program may have one of that name."""
+    """Return the words without the first that says what is to be printed; the program may have one of that name."""
     names = [word.partition("=")[0].replace("_", "-") for word in words]
     at = next(place for place, name in enumerate(names) if name in ("--print", "--print-sbatch"))
     return [*words[:at], *words[at + (2 if words[at] == "--print" else 1) :]]

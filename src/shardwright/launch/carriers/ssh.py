@@ -40,7 +40,7 @@ from shardwright.launch.carriers.connection import (
 )
 from shardwright.launch.carriers.packed import BOOT, pack, sources
 from shardwright.launch.host.agent_protocol import Answer, Check, Checked, Hello, Reach, Reached
-from shardwright.launch.host.protocol import KeptAt, Start
+from shardwright.launch.host.protocol import LogRetention, Start
 from shardwright.launch.host.stream import encode
 from shardwright.launch.hosts import interfaces
 from shardwright.launch.hosts.hosts import Host, Hosts, is_this_host
@@ -48,7 +48,7 @@ from shardwright.launch.hosts.placement import Placement
 from shardwright.launch.joblog.job import JobFolder
 from shardwright.launch.options.launch_options import LaunchOptions
 from shardwright.launch.options.request import RemoteOptions
-from shardwright.launch.progress_notes import Work, waiting_for
+from shardwright.launch.progress_notes import Task, waiting_for
 
 _ANSWER_S = 15.0  # beyond the time to connect: a Python may be on a slow file system
 _SSH = (
@@ -58,7 +58,7 @@ _SSH = (
 
 
 def login_command(host: Host, python: str, connect_timeout_s: float, batch: bool = True) -> list[str]:
-    """The command that starts an interpreter on a host by ssh, which then runs what is sent to it.
+    """Return the command that starts an interpreter on a host by ssh, which then runs what is sent to it.
 
     Without ``batch`` ssh may ask the person at the terminal.
     """
@@ -127,22 +127,22 @@ class SshCarrier(Carrier):
                     connection.detach()
 
     def is_here(self, host: Host) -> bool:
-        """Whether no ssh is needed."""
+        """Return whether no ssh is needed."""
         return host.user in (None, getpass.getuser()) and is_this_host(host.name)
 
     def python(self, host: Host) -> str:
         return self.remote.python.on(host.name) or sys.executable
 
     def client_environment(self) -> dict[str, str] | None:
-        """The environment of ssh itself; None for that of the launcher."""
+        """Return the environment of ssh itself; None for that of the launcher."""
         return None
 
     def shared_environment(self) -> dict[str, str]:
-        """The launcher's variables that ranks on all hosts get beside what -x says."""
+        """Return the launcher's variables that ranks on all hosts get beside what -x says."""
         return portable_environment(os.environ)
 
     def why_silent(self, connection: AgentConnection) -> str:
-        """Why a host did not answer, in a line."""
+        """Return the reason why a host did not answer, in a line."""
         c, python = connection, self.python(connection.host)
         if (error := c.stream_error) is not None:
             return f"{error.filename}, which is to be staged, cannot be read here: {error.strerror}"
@@ -151,26 +151,26 @@ class SshCarrier(Carrier):
         return text + self.other_way()
 
     def other_way(self) -> str:
-        """What may reach a silent host in place of this carrier, to be added to why it is silent."""
+        """Return another way to a silent host, to be added to why it is silent."""
         in_allocation = "SLURM_JOB_NODELIST" in os.environ
         return "; in this allocation of Slurm --via srun may do without ssh" if in_allocation else ""
 
     def closer_look(self) -> str:
-        """What says more than the checks before the start, to be added to what they found."""
+        """Return the command that says more than the checks before the start, to be added to what they found."""
         pythons = [self.remote.python.everywhere, *(f"{h}={p}" for h, p in self.remote.python.by_host.items())]
         named = ",".join(host.address for host in self.remote.hosts)
         words = [word for python in pythons if python is not None for word in ("--python", python)]
         return f"\nfor a closer look type `{shlex.join(['shardwright', 'doctor', '-H', named, *words])}`"
 
     def command(self, host: Host) -> list[str]:
-        """The command that starts an agent on the host: here, or by ssh."""
+        """Return the command that starts an agent on the host: here, or by ssh."""
         python = self.python(host)
         if self._here[host]:
             return [python, "-c", BOOT]
         return login_command(host, python, self.remote.connect_timeout_s)
 
     def pack_for(self, host: Host) -> tuple[bytes, bytes]:
-        """What is sent to the host, and the line after which its answers begin."""
+        """Return the bytes that are sent to the host, and the line after which its answers begin."""
         return self._packed
 
     @cached_property
@@ -179,7 +179,7 @@ class SshCarrier(Carrier):
         return pack(sources())
 
     def _hosts_needed(self) -> Hosts:
-        """The hosts that have ranks, as far as that is known before anybody is asked."""
+        """Return the hosts that have ranks, as far as that is known before anybody is asked."""
         if self.remote.table is not None:
             self.placement = Placement.by_table(self.remote.table)
         elif self.remote.hosts.slots is not None:
@@ -206,13 +206,15 @@ class SshCarrier(Carrier):
         return [c for c in self.connections if c.has(answer) and c.exit_code is None]
 
     def _wait(self, selector: selectors.BaseSelector, answer: type[Answer], timeout_s: float) -> None:
-        """Wait until each host that still can has answered, or the time is over; that of a host to which much is sent
-        begins anew whenever it is heard."""
+        """Wait until each host that still can has answered, or the time is over.
+
+        The time of a host to which much is sent begins anew whenever it is heard.
+        """
         with waiting_for("reaching hosts") as work:
             self._wait_shown(selector, answer, timeout_s, work)
 
     def _wait_shown(
-        self, selector: selectors.BaseSelector, answer: type[Answer], timeout_s: float, work: Work
+        self, selector: selectors.BaseSelector, answer: type[Answer], timeout_s: float, work: Task
     ) -> None:  # fmt: skip
         began_s = time.monotonic()
         asked = [c for c in self.connections if answer is Hello or c.has(Hello)]
@@ -229,7 +231,7 @@ class SshCarrier(Carrier):
                 key.data()
 
     def _waited_for(self, waiting: Sequence[AgentConnection]) -> str:
-        """What a person is shown meanwhile."""
+        """Return the line that a person is shown meanwhile."""
         names = ", ".join(c.name for c in waiting)
         if (stage := self.remote.stage) is None or not any(c.streamed for c in waiting):
             return f"waiting for {names}"
@@ -298,7 +300,7 @@ class SshCarrier(Carrier):
     def start(
         self, run_id: str, folder: JobFolder, begin: str = "", shown: Collection[int] = ()
     ) -> Sequence[Connection]:
-        kept = KeptAt(os.fspath(folder.path.absolute()), tuple(sorted(shown)), begin)
+        kept = LogRetention(os.fspath(folder.path.absolute()), tuple(sorted(shown)), begin)
         self._started = True
         for index, connection in enumerate(self.connections):
             connection.over = False
@@ -335,12 +337,12 @@ class SshCarrier(Carrier):
         ]  # fmt: skip
 
     def _environment_on(self, connection: AgentConnection) -> dict[str, str]:
-        """The variables that the ranks of a host get, beside what a login has there."""
+        """Return the variables that the ranks of a host get, beside those of a login there."""
         own = self.remote.variables.get(connection.name, {})
         return {**self.shared_environment(), **self.options.environment, **own}
 
     def _host_environment(self, connection: AgentConnection) -> dict[str, str]:
-        """The variables that nobody has set, and those that only this host has."""
+        """Return the variables that nobody has set, and those that only this host has."""
         hello, checked = connection.answer(Hello), connection.answer(Checked)
         defaults = default_environment(hello.cpus, len(connection.ranks))
         if name := self.interfaces.get(connection.name):
@@ -381,7 +383,7 @@ _OWN_PREFIXES = ("SSH_", "XDG_")
 
 
 def portable_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of the launcher that ranks on other hosts get."""
+    """Return the variables of the launcher that ranks on other hosts get."""
     return {
         name: value
         for name, value in inherited_environment(environment).items()

@@ -1,4 +1,4 @@
-"""The same job by torchrun: its command for each host, printed, or run by this launcher with one torchrun per host.
+"""A job by torchrun: its command for each host, printed, or run by this launcher with one torchrun per host.
 
 launcher ─┬─ agent ── supervisor ── torchrun ── ranks 0-1     host a
           └─ agent ── supervisor ── torchrun ── ranks 2-3     host b
@@ -28,7 +28,7 @@ _RUN = (
 
 
 def command_lines(options: LaunchOptions) -> str:
-    """A command per host, each below a comment with its name: what to type there, all at about the same time."""
+    """Return a command per host, each below a comment with its name, to be typed at about the same time."""
     remote, here = options.remote, os.getcwd()
     restarts = [f"--max-restarts={options.restarts.limit}"] if options.restarts.limit else []
     if remote is None:
@@ -50,7 +50,7 @@ def command_lines(options: LaunchOptions) -> str:
 
 
 def one_per_host(options: LaunchOptions) -> LaunchOptions:
-    """The job whose ranks are torchruns, one for each host."""
+    """Return the job whose ranks are torchruns, one for each host."""
     set_by_user = "OMP_NUM_THREADS" in os.environ | options.environment
     text = _RUN.format(tells=TELLS_VARIABLE, unset="" if set_by_user else "unset OMP_NUM_THREADS; ")
     program = Program("program", ("sh", "-c", text, "torchrun", *program_words(options.program)))

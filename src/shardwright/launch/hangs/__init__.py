@@ -1,1 +1,1 @@
-"""Where ranks are that get nowhere, and which one holds the others up."""
+"""The hang of a job: where each rank is, and which one holds the others up."""

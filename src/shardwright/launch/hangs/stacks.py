@@ -1,4 +1,4 @@
-"""Where the ranks of one host are: what the kernel says of each, what it has written of itself, and its stacks.
+"""The state of the ranks of one host: what the kernel says of each, its own notes (`pulse`), and its stacks.
 
 Stacks come from py-spy where it is installed and permitted: it reads them from outside, also those of a stopped rank
 and of one that answers no signal. Else from faulthandler in the rank itself (`pulse`), which is there in ranks that
@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shardwright.common.pulse import STACK_SIGNAL, PulseFile, Reading
+from shardwright.common.pulse import STACK_SIGNAL, PulseFile, PulseReading
 from shardwright.launch.host.processes import descendants, send_signal, state_and_cpu_s
 
 _PY_SPY_S = 4.0  # for all ranks of a host together
@@ -50,7 +50,7 @@ Stack = tuple[Frame, ...]  # innermost first
 
 @dataclass(frozen=True)
 class Target:
-    """A rank of this host that is to be looked at. ``stopped_by`` is the signal that stopped it, 0 if none has."""
+    """A rank of this host that is to be observed. ``stopped_by`` is the signal that stopped it, 0 if none has."""
 
     pid: int
     pulse: PulseFile | None = None
@@ -59,7 +59,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Observation:
-    """What was found of one rank.
+    """The state of one rank at one moment.
 
     ``state`` is the kernel's letter (empty if the process is gone), ``waits_in`` its name of what the process waits
     for, ``syscall`` what /proc says of the call it is in; ``busy`` is the share of a processor that it used while it
@@ -73,7 +73,7 @@ class Observation:
     waits_in: str = ""
     syscall: str = ""
     busy: float = 0.0
-    pulse: Reading | None = None
+    pulse: PulseReading | None = None
     stacks: tuple[Stack, ...] = ()
     stacks_by: str = ""
     no_stacks: str = ""
@@ -83,7 +83,7 @@ class Observation:
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> Observation:
         stacks = tuple(tuple(Frame(**frame) for frame in stack) for stack in message["stacks"])
-        pulse = None if message["pulse"] is None else Reading(**message["pulse"])
+        pulse = None if message["pulse"] is None else PulseReading(**message["pulse"])
         lists = {name: tuple(message[name]) for name in ("below", "recorded")}
         return cls(**{**message, "stacks": stacks, "pulse": pulse, **lists})
 
@@ -103,7 +103,7 @@ def decode_observations(data: bytes) -> list[Observation]:
 
 
 def observe(targets: Mapping[int, Target]) -> list[Observation]:
-    """Look where the ranks are, which takes up to `_PY_SPY_S` + `_ANSWER_S` seconds and a little."""
+    """Observe the ranks, which takes up to `_PY_SPY_S` + `_ANSWER_S` seconds and a little."""
     began_s = time.monotonic()
     pids = {rank: _python_of(target) for rank, target in targets.items()}
     before = {rank: state_and_cpu_s(pid) for rank, pid in pids.items()}
@@ -126,7 +126,7 @@ def observe(targets: Mapping[int, Target]) -> list[Observation]:
 
 
 def _ask_for_recorded(targets: Mapping[int, Target]) -> dict[int, PulseFile]:
-    """Ask the ranks that follow a GPU what torch has recorded, which they answer while they are looked at."""
+    """Ask the ranks that follow a GPU for torch's record of collectives, which they answer meanwhile."""
     asked = {rank: t.pulse for rank, t in targets.items() if t.pulse is not None and t.pulse.read().queued >= 0}
     for pulse in asked.values():
         pulse.ask()
@@ -134,13 +134,13 @@ def _ask_for_recorded(targets: Mapping[int, Target]) -> dict[int, PulseFile]:
 
 
 def _wait_for_recorded(pulses: Sequence[PulseFile], until_s: float) -> None:
-    """Wait until each has told what torch has recorded, or the time is over."""
+    """Wait until each rank has answered, or the time is over."""
     while time.monotonic() < until_s and any(pulse.recorded() is None for pulse in pulses):
         time.sleep(_TICK_S)
 
 
 def _python_of(target: Target) -> int:
-    """The process that has the stacks: the rank's own, or a Python that a shell, say, has started."""
+    """Return the process that has the stacks: the rank's own, or a Python that a shell, say, has started."""
     below = descendants(target.pid)
     if target.pulse is not None and (listener := target.pulse.read().listener) in below:
         return listener
@@ -178,7 +178,7 @@ def _proc(pid: int, name: str) -> str:
 
 
 def _with_py_spy(observations: dict[int, Observation]) -> dict[int, Observation]:
-    """The same with the stacks that py-spy may read. The first that may not be read is the last that is tried."""
+    """Add the stacks that py-spy may read; after the first that may not be read none is tried."""
     beside = Path(sys.executable).with_name("py-spy")
     program = shutil.which("py-spy") or (str(beside) if beside.is_file() else None)
     if program is None:
@@ -201,7 +201,7 @@ def _with_py_spy(observations: dict[int, Observation]) -> dict[int, Observation]
 
 
 def read_py_spy(said: bytes, pid: int) -> tuple[Stack, ...]:
-    """The threads of ``py-spy dump --json``, the main one first; none where it could not read them."""
+    """Return the threads of ``py-spy dump --json``, the main one first; none where it could not read them."""
     try:
         threads = sorted(json.loads(said), key=lambda thread: thread.get("os_thread_id") != pid)
         return tuple(
@@ -219,7 +219,7 @@ def read_py_spy(said: bytes, pid: int) -> tuple[Stack, ...]:
 
 
 def _with_faulthandler(observations: dict[int, Observation], targets: Mapping[int, Target]) -> dict[int, Observation]:
-    """The same with the stacks that ranks write themselves.
+    """Add the stacks that ranks write themselves.
 
     All are asked at once; a stopped process would answer when it continues, and is not asked.
     """
@@ -249,7 +249,7 @@ def _with_faulthandler(observations: dict[int, Observation], targets: Mapping[in
 
 
 def _handles(pid: int) -> bool:
-    """Whether a process catches the signal. What it has become since its fork may not."""
+    """Return whether a process catches the signal; a program that a rank has executed since its fork may not."""
     for line in _proc_lines(pid, "status"):
         if line.startswith("SigCgt:"):
             return bool(int(line.split()[1], 16) >> (STACK_SIGNAL - 1) & 1)
@@ -264,7 +264,7 @@ def _proc_lines(pid: int, name: str) -> list[str]:
 
 
 def _wait_for_answers(asked: Mapping[int, PulseFile]) -> None:
-    """Wait until each has written, and then nothing more for a moment, or the time is over."""
+    """Wait until each rank has written, and then nothing more for a moment, or the time is over."""
     until_s = time.monotonic() + _ANSWER_S
     sizes: dict[int, int] = {}
     while time.monotonic() < until_s:
@@ -276,7 +276,7 @@ def _wait_for_answers(asked: Mapping[int, PulseFile]) -> None:
 
 
 def read_faulthandler(text: str) -> tuple[Stack, ...]:
-    """The threads of a traceback that faulthandler wrote, the main one first: it writes the newest first.
+    """Return the threads of faulthandler's traceback, the main one first: it writes the newest first.
 
     >>> read_faulthandler('Thread 0x1 (most recent call first):\\n  File "a.py", line 1 in f\\n\\n'
     ...                   'Current thread 0x2 (most recent call first):\\n  File "b.py", line 2 in <module>\\n')[0]

@@ -1,4 +1,4 @@
-"""When a job hangs: no rank has finished a step or written anything for the time of ``--stall-timeout``.
+"""The detection of a hang: no rank has finished a step or written anything for the time of ``--stall-timeout``.
 
 The launcher then asks the supervisors of all hosts where their ranks are. Where one of them has heard of its ranks
 meanwhile, as when the line between the hosts was slow, it was no hang, and the wait begins anew.
@@ -28,9 +28,9 @@ HINT = (
 
 
 class StallWatch:
-    """Tells when all ranks have been quiet for ``timeout_s``, which is None where nobody asked for that.
+    """The wait for signs of life of all ranks, for ``timeout_s``, which is None without ``--stall-timeout``.
 
-    Then, ``hears`` says whether what ranks write is heard of, so that their silence says something.
+    ``hears`` says whether the launcher hears what ranks write, so that their silence says something.
     """
 
     def __init__(self, timeout_s: float | None, hears: bool = True) -> None:
@@ -43,15 +43,13 @@ class StallWatch:
         self._until_s = 0.0  # when the time to answer is over
 
     def moved(self) -> bool:
-        """A rank has started, written, ended, or finished a step. Returns whether that is the first of it after a
-        report.
-        """
+        """Note a sign of life of a rank. Returns whether it is the first after a report."""
         self._moved_s, self._waits = time.monotonic(), None
         again, self._reported = self._reported, False
         return again
 
     def reported(self) -> None:
-        """A person knows of the hang, and the job goes on: nothing is asked until a rank has moved."""
+        """Note that the hang was reported and the job goes on: nothing is asked until a rank has moved."""
         self._moved_s = self._waits = None
         self._reported = True
 
@@ -60,7 +58,7 @@ class StallWatch:
         return sorted(self._waits or ())
 
     def wait_s(self) -> float | None:
-        """How long it is until it is time to ask, to do without an answer, or to hint; None for never."""
+        """Return the seconds until it is time to ask, to do without an answer, or to hint; None for never."""
         after_s = HINT_S if self._hints else self.timeout_s
         if after_s is None or self._moved_s is None:
             return None
@@ -71,7 +69,7 @@ class StallWatch:
         return self.timeout_s is not None and self._waits is None and self.wait_s() == 0
 
     def should_hint(self) -> bool:
-        """Whether it is time to tell a person of the option; true once."""
+        """Return, once, that it is time to tell a person of the option."""
         due = self._hints and self.wait_s() == 0
         self._hints = self._hints and not due
         return due
@@ -95,11 +93,11 @@ class StallWatch:
         self._waits.discard(host)
 
     def is_stalled(self) -> bool:
-        """Whether all have answered, or the time for that is over."""
+        """Return whether all have answered, or the time for that is over."""
         return self._waits is not None and (not self._waits or self.wait_s() == 0)
 
     def hang(self, returned: tuple[int, ...], hosts: Mapping[int, str]) -> Hang:
-        """What has been seen, once it `is_stalled`; ``returned`` are ranks that ended with 0 before."""
+        """Return the observations, once it `is_stalled`; ``returned`` are ranks that ended with 0 before."""
         from shardwright.launch.hangs.stall_verdict import Hang
 
         assert self.timeout_s is not None

@@ -1,4 +1,4 @@
-"""What a hang looks like, for people: a line on the console for each group of ranks, and every stack in a file."""
+"""A hang as people read it: a line on the console for each group of ranks, and every stack in a file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from shardwright.launch.hangs.stacks import Observation
-from shardwright.launch.hangs.stall_verdict import Hang, place_of
+from shardwright.launch.hangs.stall_verdict import Hang, location_of
 from shardwright.launch.joblog.judge import describe_ranks
 
 _SHOWN_GROUPS = 12
@@ -68,7 +68,7 @@ def _described(seen: Observation) -> list[str]:
     kernel = f"state {seen.state or 'gone'}, {seen.busy * 100:.0f} % of a processor"
     kernel += f", waits in {seen.waits_in}" if seen.waits_in else ""
     kernel += f", system call {seen.syscall}" if seen.syscall else ""
-    lines = [f"it is {place_of(seen).text}", kernel]
+    lines = [f"it is {location_of(seen).text}", kernel]
     if (pulse := seen.pulse) is not None and pulse.beats:
         last = f", the last one for {pulse.site}" if pulse.site else ""
         lines.append(f"steps begun: {pulse.steps}, collectives of shardwright's: {pulse.collectives}{last}")

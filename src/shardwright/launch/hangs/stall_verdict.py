@@ -1,4 +1,9 @@
-"""Who holds a job up that hangs: from where each rank is to one sentence that names the odd one out."""
+"""The verdict on a hang: the location of each rank in words, and one sentence that names the odd one out.
+
+What the rank itself has written comes first, since it knows the step and the operator; then the innermost frame of its
+stack that says anything: a function of torch.distributed, a data loader, autograd's backward, and else the innermost
+line that belongs to the script.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +15,12 @@ from itertools import takewhile
 from typing import Literal
 
 from shardwright.common import package
-from shardwright.common.pulse import Reading
+from shardwright.common.pulse import PulseReading
 from shardwright.launch.hangs.stacks import Frame, Observation, Stack
 from shardwright.launch.joblog.judge import describe_ranks, signal_name
 
 # A rank that is "waiting" is in something that others must come to; "known" is any other place that has a name.
-PlaceKind = Literal["waiting", "known", "stopped", "kernel", "unknown"]
+LocationKind = Literal["waiting", "known", "stopped", "kernel", "unknown"]
 
 _BUSY = 0.5  # of a processor
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3\.\d+/|^<frozen |^<string>$")
@@ -25,35 +30,33 @@ _WRAPPERS = frozenset({"wrapper", "_wrapper", "inner", "_call_impl", "_wrapped_c
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a rank is: ``text`` reads after "rank 3 is"; ranks with the same text are together.
+class RankLocation:
+    """The location of a rank: ``text`` reads after "rank 3 is"; ranks with the same text are grouped.
 
     ``where`` is the same without a stop.
     """
 
-    kind: PlaceKind
+    kind: LocationKind
     text: str
     where: str
 
 
-def place_of(seen: Observation) -> Place:
+def location_of(seen: Observation) -> RankLocation:
     where, waiting = _where(seen)
     if seen.state in ("T", "t"):
         how = f" ({signal_name(seen.stopped_by)})" if seen.stopped_by else " by a debugger" if seen.state == "t" else ""
-        return Place("stopped", f"stopped{how}{f' {where}' if where else ''}", where)
+        return RankLocation("stopped", f"stopped{how}{f' {where}' if where else ''}", where)
     if seen.state == "D":
         what = f", in {seen.waits_in}" if seen.waits_in else ""
-        return Place("kernel", f"waiting for the kernel (state D{what}) {where}".rstrip(), where)
+        return RankLocation("kernel", f"waiting for the kernel (state D{what}) {where}".rstrip(), where)
     if not where:
         kernel = f"the kernel has it in {seen.waits_in}" if seen.waits_in else f"its state is {seen.state}"
-        return Place("unknown", f"somewhere ({kernel})" if seen.state else "gone", "")
-    return Place("waiting" if waiting else "known", where, where)
+        return RankLocation("unknown", f"somewhere ({kernel})" if seen.state else "gone", "")
+    return RankLocation("waiting" if waiting else "known", where, where)
 
 
 def _where(seen: Observation) -> tuple[str, bool]:
-    """The place in words that begin with "in", empty where nothing is known; and whether the rank waits there for
-    others.
-    """
+    """Return the location in words that begin with "in", if known, and whether the rank waits there for others."""
     idle = seen.busy < _BUSY
     pulse = seen.pulse
     step = f" of step {pulse.step}" if pulse is not None and pulse.step else ""
@@ -68,7 +71,7 @@ def _where(seen: Observation) -> tuple[str, bool]:
 
 
 def _of_stacks(stacks: tuple[Stack, ...], step: str, idle: bool) -> tuple[str, bool] | None:
-    """The place of the main thread; where that waits for the backward, of another thread that is in a collective."""
+    """Return the location of the main thread; of another in a collective where that waits for its backward."""
     places = [_of_stack(stack, step, idle) for stack in stacks if stack]
     if not places:
         return None
@@ -124,8 +127,10 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Hang:
-    """Where all ranks of a job were while it hung. ``returned`` are ranks that ended with 0 before; ``hosts`` names the
-    host of each rank, where there are several; ``silent`` are the hosts that have not told where their ranks are.
+    """The observations of all ranks while the job hung.
+
+    ``returned`` are ranks that ended with 0 before; ``hosts`` names the host of each rank, where there are several;
+    ``silent`` are the hosts that have not answered.
     """
 
     observations: tuple[Observation, ...]
@@ -135,25 +140,25 @@ class Hang:
     silent: Sequence[str] = ()
 
     @cached_property
-    def places(self) -> dict[int, Place]:
-        """Where each rank is, in their order."""
-        return {seen.rank: place_of(seen) for seen in sorted(self.observations, key=lambda seen: seen.rank)}
+    def places(self) -> dict[int, RankLocation]:
+        """The location of each rank, in their order."""
+        return {seen.rank: location_of(seen) for seen in sorted(self.observations, key=lambda seen: seen.rank)}
 
     @property
     def groups(self) -> dict[str, Ranks]:
-        """The ranks at each place, the largest group first."""
+        """The ranks at each location, the largest group first."""
         groups: dict[str, Ranks] = {}
         for rank, place in self.places.items():
             groups[place.text] = (*groups.get(place.text, ()), rank)
         return dict(sorted(groups.items(), key=lambda group: -len(group[1])))
 
     def on_host(self, ranks: Collection[int]) -> str:
-        """The words " on HOST" where the ranks are all on one host of several, else nothing."""
+        """Return the words " on HOST" where the ranks are all on one host of several, else nothing."""
         names = {(self.hosts or {}).get(rank, "") for rank in ranks}
         return f" on {names.pop()}" if len(names) == 1 and "" not in names else ""
 
     def verdict(self) -> tuple[str, Ranks]:
-        """One line, and the ranks that it blames, if any.
+        """Return one line, and the ranks that it blames, if any.
 
         The first of these that is so: a rank is stopped, or hangs in the kernel; has returned while others wait; is
         elsewhere while others wait; all wait, but not in the same; or some have begun fewer collectives.
@@ -203,7 +208,7 @@ class Hang:
         return f"{self._is(odd)} while {_wait(most)} {first}: {'they have' if len(odd) > 1 else 'it has'} {how}", odd
 
     def _halves(self) -> tuple[str, Ranks]:
-        """No majority says what is right; but who comes later in the program cannot have been where others wait."""
+        """Blame those further in the program: there is no majority, but they cannot have been where others wait."""
         far = {rank: done for rank in self.places if (done := self._done(rank)) is not None}
         front = tuple(rank for rank, done in far.items() if done == max(far.values()))
         behind = tuple(rank for rank in self.places if rank not in front)
@@ -214,9 +219,7 @@ class Hang:
         return f"{self._is(front)} and {have} passed or skipped what others wait in: {self._is(behind)}", front
 
     def _ahead(self, odd: Ranks, most: Ranks) -> int:
-        """Which ranks are further: 1 where all of the odd ones are further in the program, -1 where none is as far,
-        else 0.
-        """
+        """Return 1 where all of the odd ranks are further in the program, -1 where none is as far, else 0."""
         here = [done for rank in odd if (done := self._done(rank)) is not None]
         there = [done for rank in most if (done := self._done(rank)) is not None]
         if len(here) < len(odd) or len(there) < len(most):
@@ -224,16 +227,16 @@ class Hang:
         return (min(here) > max(there)) - (max(here) < min(there))
 
     def _done(self, rank: int) -> tuple[int, int] | None:
-        """The step, and how far the rank is in it, where that is known."""
+        """Return the step and the position of the rank in it, where that is known."""
         pulse = self._pulse(rank)
         return (pulse.step, pulse.position) if pulse is not None and pulse.position else None
 
-    def _pulse(self, rank: int) -> Reading | None:
+    def _pulse(self, rank: int) -> PulseReading | None:
         [pulse] = [seen.pulse for seen in self.observations if seen.rank == rank]
         return pulse
 
     def _fewest_collectives(self) -> Ranks:
-        """Where collectives run beside the program, as on GPUs, nobody is seen inside one."""
+        """Return the ranks behind the others by count: on GPUs nobody is seen inside a collective."""
         pulses = {rank: self._pulse(rank) for rank in self.places}
         counts = {rank: pulse.collectives for rank, pulse in pulses.items() if pulse is not None and pulse.collectives}
         if len(counts) < len(pulses) or len(set(counts.values())) < 2:

@@ -1,1 +1,1 @@
-"""What every process of a job shares: the protocol, processes, the program, staged files."""
+"""The code that every process of a job shares: the protocol, processes, the program, staged files."""

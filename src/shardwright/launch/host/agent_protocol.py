@@ -1,4 +1,4 @@
-"""What a launcher and an agent on another host say to each other, beside what passes through (`protocol`).
+"""The messages between a launcher and an agent on another host, beside those that pass through (`protocol`).
 
 The agent's first message is its `Hello`. The launcher sends what is staged, if anything is (`stage`), and a `Check`;
 the agent answers with `Checked`. Each host but the first is then asked to `Reach` the first one, and answers `Reached`.
@@ -16,7 +16,7 @@ from shardwright.launch.host.protocol import Event, Order, Start, read_program
 
 
 class StageBegin(NamedTuple):
-    """What will be staged: so many bytes in so many entries. ``keep``: the folder stays when the job has ended."""
+    """The announcement of so many bytes in so many entries; with ``keep`` the folder stays when the job has ended."""
 
     size_bytes: int
     entries: int
@@ -35,13 +35,13 @@ class StageEntry(NamedTuple):
 
 
 class StageMore(NamedTuple):
-    """What follows of the last file."""
+    """The next bytes of the last file."""
 
     data: bytes = b""
 
 
 class Check(NamedTuple):
-    """Look whether the host can take part (`preflight`).
+    """An order to check whether the host can take part (`preflight`).
 
     ``wdir`` is where ranks will run, None for the folder of what was staged; ``log_dir`` is None where logs are written
     elsewhere; ``ours``: the program is this package itself; ``first``: the ranks will meet on this host, at ``port`` if
@@ -65,7 +65,7 @@ class Check(NamedTuple):
 
 
 class Reach(NamedTuple):
-    """Try at which of the addresses of the first host somebody answers with the word."""
+    """An order to try at which of the addresses of the first host somebody answers with the word."""
 
     addresses: tuple[str, ...]
     port: int
@@ -101,7 +101,7 @@ class Staging(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """What is in the way, a line for each problem, and what was seen of the host; versions are None where it has none.
+    """The problems of a host, a line for each, and its facts; versions are None where it has none.
 
     On the first host ``port`` is where the ranks meet, and at ``probe`` others may try to reach it; ``addresses`` are
     those of the host, with interface and speed. ``staged`` is the folder of what was staged.

@@ -24,7 +24,7 @@ _FILES = {"memory": ("memory.oom_control",), "": ("memory.events.local", "memory
 
 
 class MemoryKills:
-    """Whether the kernel has killed for memory lately, where a process was."""
+    """The kernel's kills for lack of memory in the last while, where processes are."""
 
     def __init__(self) -> None:
         self._files: dict[int, Path] = {}
@@ -32,7 +32,7 @@ class MemoryKills:
         self._looked_s = 0.0
 
     def look(self, pids: Iterable[int]) -> None:
-        """Note where living processes are, and what is counted there; one that has ended is in no group any more."""
+        """Note the control groups of living processes, and the counts there; one that has ended is in none any more."""
         now_s = time.monotonic()
         if now_s < self._looked_s + _LOOK_S:
             return
@@ -45,7 +45,7 @@ class MemoryKills:
             self._counts.setdefault(file, _Count(file)).sample(now_s)
 
     def recent(self, pid: int) -> bool:
-        """Whether there was one where the process was, for one or two intervals."""
+        """Return whether there was one where the process was, for one or two intervals."""
         count = self._counts.get(self._files.get(pid, _HOST))
         return count is not None and count.recent()
 
@@ -69,7 +69,7 @@ class _Count:
 
 
 def kills(file: Path) -> int | None:
-    """The count in a file of the kernel's; None where there is none."""
+    """Return the count in a file of the kernel's; None where there is none."""
     with contextlib.suppress(OSError):
         for line in file.read_text().splitlines():
             if line.startswith("oom_kill "):
@@ -78,7 +78,7 @@ def kills(file: Path) -> int | None:
 
 
 def counting_file(pid: int) -> Path | None:
-    """The file that counts the kills in the control group of a living process; None where nothing counts them."""
+    """Return the file that counts the kills in the control group of a living process; None where there is none."""
     try:
         lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
     except OSError:
@@ -96,7 +96,7 @@ def counting_file(pid: int) -> Path | None:
 
 @cache
 def _mounts() -> tuple[tuple[str, str, str], ...]:
-    """Where control groups of either kind are mounted: the controller, the group at the top, and the folder.
+    """Return the mounts of control groups of either kind: the controller, the group at the top, and the folder.
 
     Cached once: control groups are mounted as the host starts.
     """

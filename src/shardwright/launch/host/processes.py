@@ -18,12 +18,12 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def become_subreaper() -> None:
-    """Orphaned descendants of this process become its children, those that called setsid included."""
+    """Make orphaned descendants of this process its children, those that called setsid included."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent(signum: int) -> None:
-    """The kernel sends ``signum`` when the thread that forked this process ends; 0 takes that back."""
+    """Have the kernel send ``signum`` when the thread that forked this process ends; 0 takes that back."""
     _prctl(_PR_SET_PDEATHSIG, signum)
 
 
@@ -36,7 +36,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """The fields of /proc/PID/stat from the state on; the name before them may hold blanks and brackets."""
+    """Return the fields of /proc/PID/stat from the state on; the name before them may hold blanks and brackets."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -48,7 +48,7 @@ def all_processes() -> Iterator[int]:
 
 
 def descendants(root: int, without: Collection[int] = ()) -> set[int]:
-    """Every living process below ``root``, zombies left out, and the trees under ``without``."""
+    """Return every living process below ``root``, zombies left out, and the trees under ``without``."""
     children: dict[int, list[int]] = {}
     for pid in all_processes():
         if (fields := _stat(pid)) and fields[0] not in "ZX":
@@ -63,18 +63,18 @@ def descendants(root: int, without: Collection[int] = ()) -> set[int]:
 
 
 def job_marks() -> dict[int, str]:
-    """The mark of each living process that carries one, except the caller: every process of a job does."""
+    """Return the mark of each living process that carries one, except the caller: every process of a job does."""
     found = {pid: variable(pid, JOB_VARIABLE) for pid in all_processes() if pid != os.getpid()}
     return {pid: mark for pid, mark in found.items() if mark and (fields := _stat(pid)) and fields[0] not in "ZX"}
 
 
 def marked(job_id: str) -> set[int]:
-    """Every living process whose environment names the job, except the caller."""
+    """Return every living process whose environment names the job, except the caller."""
     return {pid for pid, mark in job_marks().items() if mark == job_id}
 
 
 def variable(pid: int, name: str) -> str | None:
-    """A variable of the environment that a process was started with; None where it has none or may not be read."""
+    """Return a variable of the environment that a process was started with; None where there is none to be read."""
     begin = f"{name}=".encode()
     with contextlib.suppress(OSError):
         for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
@@ -84,25 +84,25 @@ def variable(pid: int, name: str) -> str | None:
 
 
 def parent(pid: int) -> int | None:
-    """The process that has started another, or has adopted it."""
+    """Return the process that has started another, or has adopted it."""
     fields = _stat(pid)
     return int(fields[1]) if fields else None
 
 
 def start_ticks(pid: int) -> int | None:
-    """When the process started, in clock ticks since boot: with the pid it names one process for ever. None if gone."""
+    """Return the start of a process in clock ticks since boot, which tells its pid from a reuse. None if it is gone."""
     fields = _stat(pid)
     return int(fields[19]) if fields and fields[0] not in "ZX" else None
 
 
 def is_ending(pid: int) -> bool:
-    """Whether the process is gone, or is on its way: closing its files, giving back its memory, or waited for."""
+    """Return whether the process is gone, or on its way: closing files, giving back memory, or waited for."""
     fields = _stat(pid)
     return fields is None or fields[0] in "ZX" or bool(int(fields[6]) & _PF_EXITING)
 
 
 def state_and_cpu_s(pid: int) -> tuple[str, float] | None:
-    """The state of a process by the kernel's letter, and the processor time of all its threads. None if it is gone."""
+    """Return the kernel's letter for the state of a process, and the processor time of its threads. None if gone."""
     fields = _stat(pid)
     return (fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")) if fields else None
 

@@ -1,4 +1,4 @@
-"""What every rank runs: a script, a module or a program, checked before anything starts."""
+"""The program of every rank: a script, a module or a program, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LOCAL_RANK = ("--local_rank", "--local-rank")
 
 @dataclass(frozen=True)
 class Program:
-    """What ranks run: ``arguments[0]`` is a script's path, a module's name or a program; the rest is handed to it.
+    """The program: ``arguments[0]`` is a script's path, a module's name or a program; the rest is handed to it.
 
     With ``tells_local_rank`` a script that takes ``--local_rank`` is given it, as by torch.distributed.launch.
     """
@@ -32,13 +32,13 @@ class Program:
     tells_local_rank: bool = True
 
     def command_line(self) -> list[str]:
-        """The program as a command of its own, for ranks that are started singly."""
+        """Return the program as a command of its own, for ranks that are started singly."""
         if self.kind == "program":
             return list(self.arguments)
         return [sys.executable, *(["-m"] if self.kind == "module" else []), *self.arguments]
 
     def for_rank(self, variables: Mapping[str, str]) -> Program:
-        """What the rank with these variables runs."""
+        """Return the program of the rank with these variables."""
         name, *rest = self.arguments
         given = any(word.partition("=")[0] in _LOCAL_RANK for word in rest)
         if not self.tells_local_rank or self.kind != "script" or given or (option := _local_rank_option(name)) is None:
@@ -47,9 +47,7 @@ class Program:
 
 
 def _local_rank_option(script: str) -> str | None:
-    """How a script spells the option for its local rank, where its parser has one: argparse takes ``-`` and ``_`` for
-    different.
-    """
+    """Return how a script spells the option for its local rank; argparse tells ``-`` and ``_`` apart. None without."""
     try:
         text = Path(script).read_bytes()
         if b"local" not in text:
@@ -68,7 +66,7 @@ def _local_rank_option(script: str) -> str | None:
 
 
 def unchecked_program(kind: ProgramKind, arguments: Sequence[str]) -> Program:
-    """The program where only another machine can tell whether it is there.
+    """Return the program where only another machine can tell whether it is there.
 
     >>> unchecked_program("script", ["train", "--config", "net.yaml"]).arguments
     ('shardwright', 'train', '--config', 'net.yaml')
@@ -81,7 +79,7 @@ def unchecked_program(kind: ProgramKind, arguments: Sequence[str]) -> Program:
 
 
 def _first(arguments: Sequence[str]) -> str:
-    """The name of the program. Raises `UsageError` where there is none."""
+    """Return the name of the program. Raises `UsageError` where there is none."""
     if not arguments or not arguments[0]:
         raise UsageError(
             "nothing to launch; type one of\n"
@@ -97,7 +95,7 @@ def _own_command(arguments: Sequence[str]) -> Program:
 
 
 def check_program(kind: ProgramKind, arguments: Sequence[str], environment: Mapping[str, str]) -> Program:
-    """The program, if it can be found with ``environment``'s PATH and PYTHONPATH.
+    """Return the program, if it can be found with ``environment``'s PATH and PYTHONPATH.
 
     A bare name that is no file here is one of our own commands for ranks (``train``), or else a program on the PATH.
 
@@ -111,7 +109,7 @@ def check_program(kind: ProgramKind, arguments: Sequence[str], environment: Mapp
 
 
 def _command(arguments: Sequence[str], environment: Mapping[str, str]) -> Program | None:
-    """What a bare name stands for where no file has it. A Python program of this interpreter starts as scripts do.
+    """Return the program that a bare name stands for where no file has it; ours of this interpreter start as scripts.
 
     Programs installed beside this interpreter are found without PATH, as its modules are.
     """
@@ -127,7 +125,7 @@ def _command(arguments: Sequence[str], environment: Mapping[str, str]) -> Progra
 
 
 def _runs_here(path: str, environment: Mapping[str, str]) -> bool:
-    """Whether the first line of the file names the interpreter that runs this, as those of installed commands do."""
+    """Return whether the first line of the file names the interpreter that runs this, as in installed commands."""
     try:
         with open(path, "rb") as file:
             line = os.fsdecode(file.readline(512))
@@ -145,7 +143,7 @@ def _runs_here(path: str, environment: Mapping[str, str]) -> bool:
 
 
 def check_script(name: str, environment: Mapping[str, str]) -> None:
-    """Raises `UsageError` where the file ``name``, a Python script, cannot be run."""
+    """Raise `UsageError` where the file ``name``, a Python script, cannot be run."""
     path = Path(name)
     if path.is_dir() and not (path / "__main__.py").is_file():
         raise UsageError(f"{name} is a directory without __main__.py; expected a Python script")
@@ -172,7 +170,7 @@ def _nearest_scripts(path: Path) -> list[str]:
 
 
 def _check_module(name: str, environment: Mapping[str, str]) -> None:
-    """Raises `UsageError` where there is no such module.
+    """Raise `UsageError` where there is no such module.
 
     Only the top package is looked up: finding more would import it, and with it perhaps torch.
     """

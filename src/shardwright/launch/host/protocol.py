@@ -1,4 +1,4 @@
-"""What a launcher and a supervisor say to each other, over pipes (`stream`).
+"""The messages between a launcher and a supervisor, over pipes (`stream`).
 
 The launcher's first message is what to start (`Start`), then come orders (`Order`). The end of its stream is an order
 to kill, and so is its silence for the time of the lease. The supervisor answers with events (`Event`), of which the
@@ -18,8 +18,8 @@ from shardwright.launch.host.program import Program
 STREAMS = ("stdout", "stderr")
 
 
-class KeptAt(NamedTuple):
-    """Where an agent is to write the logs of its ranks, if they stay on its host.
+class LogRetention(NamedTuple):
+    """The place where an agent is to write the logs of its ranks, if they stay on its host.
 
     ``shown`` are the ranks whose output goes to the launcher all the same, ``begin`` is the first line of a restart.
     """
@@ -30,15 +30,15 @@ class KeptAt(NamedTuple):
 
 
 class Start(NamedTuple):
-    """What a supervisor starts: one process per entry of ``ranks``, each with its own variables beside the common ones.
+    """The order to start one process per entry of ``ranks``, each with its own variables beside the common ones.
 
     ``preload``: import torch once and fork the ranks. ``held``: file descriptors that ranks must not inherit.
-    ``carrier``: the command, of mpirun, that is to start the ranks, in place of the supervisor itself.
-    ``bind``: each rank has cores of its own. ``stall_s``: after how long a silence of all ranks somebody will ask where
-    they are; None for never.
-    Under an agent on another host: ``packed``, this package came with the agent and is not what ranks import;
-    ``lease_s``, how long the orders may be silent; ``scratch``, the job's folder on the host. For the agent alone:
-    ``environment``, what is common to the ranks beside what `Check` said; ``kept``, set where logs stay on the host.
+    ``carrier``: the command, of mpirun, that is to start the ranks, in place of the supervisor itself. ``bind``: each
+    rank has cores of its own. ``stall_s``: after how long a silence of all ranks somebody will ask where they are; None
+    for never. Under an agent on another host: ``packed``, this package came with the agent and is not what ranks
+    import; ``lease_s``, how long the orders may be silent; ``scratch``, the job's folder on the host. For the agent
+    alone: ``environment``, what is common to the ranks beside what `Check` said; ``kept``, set where logs stay on the
+    host.
     """
 
     program: Program
@@ -52,7 +52,7 @@ class Start(NamedTuple):
     bind: bool = False
     stall_s: float | None = None
     environment: Mapping[str, str] = {}
-    kept: KeptAt | None = None
+    kept: LogRetention | None = None
 
     @classmethod
     def from_json(
@@ -61,7 +61,7 @@ class Start(NamedTuple):
         return cls(
             program=read_program(program),
             ranks={int(rank): variables for rank, variables in ranks.items()},
-            kept=None if kept is None else KeptAt(*kept),
+            kept=None if kept is None else LogRetention(*kept),
             **fields,
         )
 
@@ -95,21 +95,21 @@ class Kill(NamedTuple):
     """Kill everything now."""
 
 
-class AskErrors(NamedTuple):
-    """Tell what ranks that still live have written down as their error (`Errors`)."""
+class RequestErrors(NamedTuple):
+    """A request for the errors that ranks which still live have written down (`Errors`)."""
 
 
-class AskStacks(NamedTuple):
-    """Tell where the ranks are (`Stacks`), if `Start.stall_s` was set."""
+class RequestStacks(NamedTuple):
+    """A request for the observations of the ranks (`Stacks`), if `Start.stall_s` was set."""
 
 
-class Beat(NamedTuple):
-    """Nothing but a sign of life, where there is a lease; ``sent_s`` by the launcher's clock."""
+class Heartbeat(NamedTuple):
+    """A sign of life, where there is a lease; ``sent_s`` by the launcher's clock."""
 
     sent_s: float
 
 
-Order = Signal | End | Kill | AskErrors | AskStacks | Beat
+Order = Signal | End | Kill | RequestErrors | RequestStacks | Heartbeat
 ORDERS: tuple[type[Order], ...] = get_args(Order)
 
 
@@ -157,8 +157,8 @@ class LogLost(NamedTuple):
     reason: str | None
 
 
-class Told(NamedTuple):
-    """A rank has told of its steps: ``data`` are lines of JSON (`shardwright.common.step_lines`)."""
+class StepsReported(NamedTuple):
+    """The report of a rank on its steps: ``data`` are lines of JSON (`shardwright.common.step_lines`)."""
 
     rank: int
     data: bytes = b""
@@ -193,7 +193,7 @@ class Exited(NamedTuple):
 
 
 class Errors(NamedTuple):
-    """The answer to `AskErrors`: of each rank that has written an error down, itself, the error and the moment."""
+    """The answer to `RequestErrors`: the ranks that have written an error down, the error and the moment."""
 
     errors: tuple[tuple[int, str, float], ...]
 
@@ -203,7 +203,7 @@ class Progressed(NamedTuple):
 
 
 class Stacks(NamedTuple):
-    """The answer to `AskStacks`: ``data`` are the observations of the ranks (`stacks.Observation`) as JSON.
+    """The answer to `RequestStacks`: ``data`` are the observations of the ranks (`stacks.Observation`) as JSON.
 
     ``quiet_s`` is for how long no rank had done or written anything when the order came.
     """
@@ -212,14 +212,14 @@ class Stacks(NamedTuple):
     data: bytes = b""
 
 
-class Left(NamedTuple):
+class LeftoverProcesses(NamedTuple):
     """Processes that the ranks have left behind, by pid, which are about to be ended."""
 
     names: Mapping[str, str]
 
 
-class CarrierSaid(NamedTuple):
-    """The words of mpirun itself, which matter where it failed."""
+class CarrierOutput(NamedTuple):
+    """The output of mpirun itself, which matters where it failed."""
 
     text: str
     matters: bool
@@ -231,14 +231,14 @@ class NotStarted(NamedTuple):
     reason: str
 
 
-class EndAsked(NamedTuple):
-    """Somebody on that host has asked to end the job, ``now`` or after the grace (`shardwright stop -H`)."""
+class EndRequested(NamedTuple):
+    """A request of somebody on that host to end the job, ``now`` or after the grace (`shardwright stop -H`)."""
 
     now: bool
 
 
 class SupervisorGone(NamedTuple):
-    """An agent tells that its supervisor has ended without its last word, and that it has killed what was left."""
+    """The end of a supervisor without its last word; its agent has killed what was left."""
 
     code: int
 
@@ -251,7 +251,7 @@ class Ended(NamedTuple):
 
 
 Event = (
-    Started | Output | OutputLost | OutputTail | LogLost | Told | Stopped | Continued | Exited | Errors | Progressed
-    | Stacks | Left | CarrierSaid | NotStarted | EndAsked | SupervisorGone | Ended
+    Started | Output | OutputLost | OutputTail | LogLost | StepsReported | Stopped | Continued | Exited | Errors
+    | Progressed | Stacks | LeftoverProcesses | CarrierOutput | NotStarted | EndRequested | SupervisorGone | Ended
 )  # fmt: skip
 EVENTS: tuple[type[Event], ...] = get_args(Event)

@@ -39,7 +39,7 @@ class StagedEntry:
 
 @dataclass(frozen=True)
 class Stage:
-    """All that is staged, where folders come before what is in them.
+    """All staged entries, where folders come before their content.
 
     ``keep``: the folder stays when the job has ended.
     """
@@ -53,7 +53,7 @@ class Stage:
 
     @classmethod
     def read(cls, paths: Sequence[str], keep: bool, without: Path) -> Stage | None:
-        """What the paths of the command line name, None for no paths. ``without``, where the logs are, is left out.
+        """Return what ``paths`` name, None for no paths; ``without``, where the logs are, is left out.
 
         Raises `UsageError` for what is not there, cannot be read, cannot be copied, or has the place of another.
         """
@@ -72,7 +72,7 @@ class Stage:
         return cls(tuple(sorted(entries, key=lambda entry: Path(entry.path).parts)), keep)
 
     def orders(self) -> Iterator[bytes]:
-        """The orders for an agent, in pieces.
+        """Yield the orders for an agent, in pieces.
 
         Files are read as the pieces are taken; one that has vanished raises `OSError`.
         """
@@ -91,7 +91,7 @@ class Stage:
 
 
 def _place(path: str) -> str:
-    """Where a path of the command line goes, in the folder on the hosts."""
+    """Return where a path of the command line goes, in the folder on the hosts."""
     normal = os.path.normpath(path)
     if os.path.isabs(normal) or normal.startswith(os.pardir):
         return os.path.basename(os.path.realpath(path) if normal.endswith(os.pardir) else normal)
@@ -122,7 +122,7 @@ def _walk(source: str, place: str, without: str, words: str) -> Iterator[StagedE
 
 
 def _parents(staged: Mapping[str, StagedEntry]) -> Iterator[StagedEntry]:
-    """Folders that are not staged themselves, but have in them what is, as they are here."""
+    """Yield the folders that are not staged themselves, but have in them what is, as they are here."""
     above = {str(parent) for path in staged for parent in Path(path).parents} - {os.curdir} - staged.keys()
     for path in above:
         status = os.stat(path)
@@ -130,7 +130,7 @@ def _parents(staged: Mapping[str, StagedEntry]) -> Iterator[StagedEntry]:
 
 
 class StagedFiles:
-    """What has come to a host, and in ``problems`` why it cannot be used. Raises nothing."""
+    """The staged files that have come to a host; ``problems`` says why they cannot be used. Raises nothing."""
 
     def __init__(self, order: StageBegin, scratch: Path) -> None:
         self.keep = order.keep
@@ -156,7 +156,7 @@ class StagedFiles:
             self._give_up(error)
 
     def take(self, order: StageEntry | StageMore) -> None:
-        """Make what one of the orders after the first tells of."""
+        """Write a file, a folder, a link or a piece."""
         if self.problems:
             return
         try:
@@ -208,7 +208,8 @@ class StagedFiles:
 
 
 def _size(count: int) -> str:
-    """
+    """Return a size as people read it.
+
     >>> _size(3 << 20), _size(12345)
     ('3.0 MiB', '12345 bytes')
     """

@@ -38,7 +38,7 @@ def encode(message: Message) -> bytes:
 
 
 class Decoder(Generic[M]):
-    """Takes bytes as they come and gives whole messages, of the ``classes`` that may come on this stream."""
+    """A decoder that takes bytes as they come and gives whole messages of the ``classes`` that the stream may carry."""
 
     def __init__(self, *classes: type[M]) -> None:
         self._classes = {one.__name__: one for one in classes}
@@ -46,7 +46,7 @@ class Decoder(Generic[M]):
         self._line: dict[str, Any] | None = None
 
     def feed(self, data: bytes) -> Iterator[M]:
-        """The messages that are whole with these bytes.
+        """Yield the messages that are whole with these bytes.
 
         Raises `ValueError` for a message that is none of the classes, or has other fields.
         """
@@ -88,7 +88,7 @@ def _frozen(value: Any) -> Any:
 
 
 def take_stdio() -> tuple[int, int]:
-    """The streams of orders and events: standard input and output, moved to where no import and no rank meets them."""
+    """Return standard input and output as streams of orders and events, moved where no import meets them."""
     orders, events = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

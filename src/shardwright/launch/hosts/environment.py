@@ -1,4 +1,4 @@
-"""Which launcher started this process, and its rank, world size and meeting point, by the environment.
+"""The rank, world size and meeting point that the launcher of this process has set in its environment.
 
 The names of each launcher's variables stand in `LAUNCHERS`, beside the function that reads them. When several
 launchers left their variables (torchrun inside a Slurm allocation, our launcher inside mpirun), the innermost
@@ -58,7 +58,7 @@ Meeting = TcpMeeting | FileMeeting | MpiMeeting
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """The place of this process in its job, as its launcher has set it.
+    """The rank of this process in its job, as its launcher has set it.
 
     ``local_rank`` and ``local_size`` are None where the launcher does not say; ``meeting`` is None for one
     process alone; ``job`` separates two jobs that reach the same meeting point; ``device_id`` is the device that
@@ -80,7 +80,7 @@ class LaunchEnvironment:
 
 @dataclass(frozen=True)
 class LauncherVariables:
-    """How a launcher is known: any of ``markers`` says that it was here, ``required`` must all be set for ``read``."""
+    """The variables of a launcher: any of ``markers`` says that it was here, ``required`` must all be set."""
 
     name: str
     markers: tuple[str, ...]
@@ -89,7 +89,7 @@ class LauncherVariables:
 
 
 def read_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
-    """The place that the innermost launcher has set, or a world of one process where there was none.
+    """Return the values that the innermost launcher has set, or a world of one process where there was none.
 
     Raises `WorldError` when a launcher's variables are incomplete, are no numbers, or contradict each other.
 
@@ -149,14 +149,14 @@ def _optional_integer(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def _master(environ: Mapping[str, str]) -> TcpMeeting | None:
-    """The meeting point that a job script exported itself, as many do before ``srun`` or ``mpirun``."""
+    """Return the meeting point that a job script exported itself, as many do before ``srun`` or ``mpirun``."""
     if environ.get("MASTER_ADDR") and environ.get("MASTER_PORT"):
         return TcpMeeting(environ["MASTER_ADDR"], _integer(environ, "MASTER_PORT"))
     return None
 
 
 def derived_port(text: str) -> int:
-    """A port that every process derives from ``text`` alike, below the ephemeral range."""
+    """Return a port that every process derives from ``text`` alike, below the ephemeral range."""
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])
     return _DERIVED_PORTS[digest % len(_DERIVED_PORTS)]
 
@@ -182,8 +182,9 @@ def _torchrun(environ: Mapping[str, str]) -> LaunchEnvironment:
 
 
 def _refuse_unstarted(environ: Mapping[str, str]) -> None:
-    """A pod of Kubeflow's PyTorchJob counts the ranks of all pods, and calls its own number RANK: where a pod has
-    several, somebody is to start them.
+    """Raise `WorldError` in a pod of Kubeflow's PyTorchJob whose several ranks nobody has started.
+
+    Such a pod counts the ranks of all pods, and calls its own number RANK.
     """
     each = environ.get("PET_NPROC_PER_NODE", "1")
     if each.isdecimal() and int(each) > 1 and not environ.get("LOCAL_RANK"):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def count_gpus(environment: Mapping[str, str]) -> int:
-    """The GPUs that ranks will see, by CUDA_VISIBLE_DEVICES or the driver's list, without loading CUDA."""
+    """Return the number of GPUs that ranks will see, by CUDA_VISIBLE_DEVICES or the driver's list."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
@@ -19,7 +19,7 @@ def count_gpus(environment: Mapping[str, str]) -> int:
 
 
 def cores_near(visible: int, environment: Mapping[str, str], root: Path = Path("/")) -> frozenset[int]:
-    """The cores on the side of the host on which the GPU is that a rank sees as number ``visible``.
+    """Return the cores on the side of the host on which the GPU is that a rank sees as number ``visible``.
 
     No cores where the files do not say it for sure: where GPUs of several models are numbered by their speed, say.
     """
@@ -30,7 +30,7 @@ def cores_near(visible: int, environment: Mapping[str, str], root: Path = Path("
 
 
 def _visible(environment: Mapping[str, str], root: Path) -> list[str]:
-    """The PCI addresses of the GPUs as CUDA numbers those that a rank sees; none where that is not sure."""
+    """Return the PCI addresses of the GPUs as CUDA numbers those that a rank sees; none where that is not sure."""
     facts = {folder.name: _facts(folder / "information") for folder in (root / "proc/driver/nvidia/gpus").glob("*")}
     by_address = sorted(facts)
     listed = environment.get("CUDA_VISIBLE_DEVICES")
@@ -53,7 +53,7 @@ def _facts(file: Path) -> dict[str, str]:
 
 
 def _cores(file: Path) -> frozenset[int]:
-    """The cores of a list as the kernel writes it, such as ``0-15,32-47``; none where there is no such list."""
+    """Return the cores of a list as the kernel writes it, such as ``0-15,32-47``; none where there is no such list."""
     try:
         spans = [span.split("-") for span in file.read_text().strip().split(",") if span]
         return frozenset(core for span in spans for core in range(int(span[0]), int(span[-1]) + 1))

@@ -1,4 +1,4 @@
-"""Which hosts a job has and how many ranks each takes: ``-H a:8,b:8``, hostfiles, Slurm's node lists.
+"""The hosts of a job and the ranks that each takes: ``-H a:8,b:8``, hostfiles, Slurm's node lists.
 
 Every way of writing them becomes one `Hosts`. The formats are those of OpenMPI and DeepSpeed:
 
@@ -94,7 +94,7 @@ class Hosts:
         return None if None in counts else sum(count for count in counts if count is not None)
 
     def with_slots(self, ask: Callable[[Host], int]) -> Hosts:
-        """The hosts, with ``ask(host)`` slots for each whose number nobody said; this host is not asked."""
+        """Return the hosts, with ``ask(host)`` slots for each whose number nobody said; this host is not asked."""
         return Hosts(
             tuple(
                 host
@@ -106,7 +106,7 @@ class Hosts:
 
     @classmethod
     def from_list(cls, text: str, source: str = "-H") -> Hosts:
-        """The hosts that the words of ``-H`` name. Raises `UsageError`, which begins with ``source``.
+        """Return the hosts that the words of ``-H`` name. Raises `UsageError`, which begins with ``source``.
 
         >>> Hosts.from_list("alice@a:2,[::1]").hosts
         (Host(name='a', slots=2, user='alice', devices=()), Host(name='::1', slots=1, user=None, devices=()))
@@ -117,7 +117,7 @@ class Hosts:
 
     @classmethod
     def from_hostfile(cls, path: str | Path) -> Hosts:
-        """The hosts of a hostfile of OpenMPI or DeepSpeed. Raises `UsageError`, which names the file and the line."""
+        """Return the hosts of a hostfile of OpenMPI or DeepSpeed. Raises `UsageError` with the file and the line."""
         entries = list(parse_lines(read_text(Path(path), "the hostfile"), str(path)))
         if not entries:
             raise UsageError(f"{path} names no host; expected lines like `{_LINE_FORM}`")
@@ -125,7 +125,7 @@ class Hosts:
 
     @classmethod
     def from_slurm(cls, nodelist: str, tasks_per_node: str) -> Hosts:
-        """The hosts of Slurm's variables. Raises `WorldError` where those cannot be read or have different lengths.
+        """Return the hosts of Slurm's variables. Raises `WorldError` where those cannot be read or differ in length.
 
         >>> print(Hosts.from_slurm("gnode[10,20-21]", "4(x2),1"))
         3 hosts, 9 slots: gnode10:4, gnode20:4, gnode21:1
@@ -139,19 +139,19 @@ class Hosts:
         return cls(tuple(Host(name, slots) for name, slots in zip(names, tasks, strict=True)))
 
     def to_list(self) -> str:
-        """The hosts as ``-H`` takes them. Raises `UsageError` where slots are not known, which ``-H`` cannot say."""
+        """Return the hosts as ``-H`` takes them. Raises `UsageError` where slots are not known."""
         for host in self:
             if host.slots is None:
                 raise UsageError(f"-H cannot say that {host.address} has as many slots as CPUs; give it slots")
         return ",".join(f"{host.address}:{host.slots}" for host in self)
 
     def to_hostfile(self) -> str:
-        """The lines of a hostfile. Devices are not part of it."""
+        """Return the lines of a hostfile. Devices are not part of it."""
         return "".join(f"{host.address}{'' if host.slots is None else f' slots={host.slots}'}\n" for host in self)
 
 
 def parse_lines(text: str, source: str) -> Iterator[tuple[Host, str]]:
-    """The host of each line that has one, with its place as ``source:line``."""
+    """Yield the host of each line that has one, with its place as ``source:line``."""
     for number, line in enumerate(text.split("\n"), 1):
         words = re.sub(r"\s*=\s*", "=", line.partition("#")[0]).split()
         if words:
@@ -181,7 +181,7 @@ def _host_of_word(word: str, place: str) -> Host:
 
 
 def _split_address(word: str, place: str, form: str) -> tuple[str | None, str, str]:
-    """User, name without brackets, and what follows the name from its colon on."""
+    """Return user, name without brackets, and what follows the name from its colon on."""
     user, at, address = word.rpartition("@")
     if at and not _USER.fullmatch(user):
         raise UsageError(f"{place}: got the user {user!r}, expected {form}")
@@ -199,7 +199,7 @@ def _split_address(word: str, place: str, form: str) -> tuple[str | None, str, s
 
 
 def is_host_name(text: str) -> bool:
-    """A name that a host may have, or an address, IPv6 without brackets."""
+    """Return whether a host may have this name, or address, IPv6 without brackets."""
     return _NAME.fullmatch(text) is not None or _is_ipv6(text)
 
 
@@ -218,7 +218,7 @@ def _slots(text: str, place: str, form: str) -> int:
 
 
 def _joined(entries: Iterable[tuple[Host, str]]) -> Hosts:
-    """Each host once, with the sum of its slots, where it came first."""
+    """Return each host once, with the sum of its slots, where it came first."""
     hosts: dict[str, Host] = {}
     places: dict[str, str] = {}
     for host, place in entries:
@@ -239,7 +239,7 @@ def _joined(entries: Iterable[tuple[Host, str]]) -> Hosts:
 
 
 def read_text(path: Path, what: str) -> str:
-    """A small text file. Raises `UsageError`, with ``what`` the file is, where it cannot be read as one."""
+    """Return a small text file. Raises `UsageError`, with ``what`` the file is, where it cannot be read as one."""
     try:
         with open(path, "rb") as file:
             data = file.read(_MOST_BYTES + 1)
@@ -254,12 +254,12 @@ def read_text(path: Path, what: str) -> str:
 
 
 def own_slots() -> int:
-    """The CPUs of this host that this process may use."""
+    """Return the number of CPUs of this host that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def is_this_host(name: str) -> bool:
-    """Whether a name or address is this machine's. A name that is not found within 5 s is not."""
+    """Return whether a name or address is this machine's. A name that is not found within 5 s is not."""
     if name in ("localhost", own := socket.gethostname(), own.partition(".")[0]):
         return True
     return any(_is_own_address(address) for address in _addresses(name))
@@ -286,7 +286,7 @@ def _addresses(name: str) -> list[str]:
 
 
 def _is_own_address(address: str) -> bool:
-    """Whether an address is of this machine: the kernel binds a socket to no other."""
+    """Return whether an address is of this machine: the kernel binds a socket to no other."""
     parsed = ipaddress.ip_address(address)
     if parsed.is_unspecified or parsed.is_multicast:
         return False
@@ -300,7 +300,7 @@ def _is_own_address(address: str) -> bool:
 
 
 def expand_hosts(nodelist: str) -> list[str]:
-    """The hosts of a Slurm node list, in its order.
+    """Return the hosts of a Slurm node list, in its order.
 
     >>> expand_hosts("gnode[08,10-12],login,rack[1-2]n[1-2]")
     ['gnode08', 'gnode10', 'gnode11', 'gnode12', 'login', 'rack1n1', 'rack1n2', 'rack2n1', 'rack2n2']
@@ -343,7 +343,7 @@ def _expand_ranges(ranges: str, nodelist: str) -> list[str]:
 
 
 def expand_tasks(tasks_per_node: str) -> list[int]:
-    """The number of tasks on each host, in the order of the hosts.
+    """Return the number of tasks on each host, in the order of the hosts.
 
     >>> expand_tasks("4(x2),1")
     [4, 4, 1]

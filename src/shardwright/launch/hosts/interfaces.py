@@ -36,7 +36,7 @@ class Address:
 
 
 def ipv4_addresses() -> dict[str, str]:
-    """The IPv4 address of every network interface that has one, without resolving any name."""
+    """Return the IPv4 address of every network interface that has one, without resolving any name."""
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -47,7 +47,7 @@ def ipv4_addresses() -> dict[str, str]:
 
 
 def own_addresses() -> list[Address]:
-    """The addresses of all interfaces but the loopback: IPv4, and those of IPv6 that are known outside of the link."""
+    """Return the addresses of all interfaces but the loopback: IPv4, and IPv6 of global scope."""
     addresses = [Address(name, address, _speed(name)) for name, address in ipv4_addresses().items()]
     with contextlib.suppress(OSError):  # no IPv6
         for line in Path("/proc/net/if_inet6").read_text().splitlines():
@@ -65,12 +65,12 @@ def _speed(interface: str) -> int:
 
 
 def own_loopback() -> str | None:
-    """The interface that has 127.0.0.1."""
+    """Return the interface that has 127.0.0.1."""
     return next((name for name, address in ipv4_addresses().items() if address == "127.0.0.1"), None)
 
 
 def infiniband_ports(sysfs: Path = Path("/sys")) -> list[str]:
-    """The ports that are up, as NCCL names them. Those over Ethernet count where there is no real one."""
+    """Return the ports that are up, as NCCL names them; those over Ethernet count where there is no real one."""
     ports: dict[str, list[str]] = {}
     for path in sorted(sysfs.glob("class/infiniband/*/ports/*")):
         with contextlib.suppress(OSError):
@@ -81,7 +81,7 @@ def infiniband_ports(sysfs: Path = Path("/sys")) -> list[str]:
 
 
 def listen() -> socket.socket:
-    """A socket that listens on every address, at a free port, and never blocks."""
+    """Return a socket that listens on every address, at a free port, and never blocks."""
     both = socket.has_dualstack_ipv6()
     listening = socket.create_server(
         ("", 0), family=socket.AF_INET6 if both else socket.AF_INET, backlog=128, dualstack_ipv6=both
@@ -99,7 +99,7 @@ def answer(listening: socket.socket, word: str) -> None:
 
 
 def reach(addresses: Sequence[str], port: int, word: str) -> dict[str, str]:
-    """Which of the addresses answer with the word, each with the interface of this host that leads there."""
+    """Return the addresses that answer with the word, each with the interface of this host that leads there."""
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(max(1, len(addresses))) as pool:
@@ -111,7 +111,7 @@ def reach(addresses: Sequence[str], port: int, word: str) -> dict[str, str]:
 
 
 def _reach(address: str, port: int, word: str) -> str | None:
-    """The address of this end of a connection, or None where the word was not heard at the other."""
+    """Return the address of this end of a connection, or None where the word was not heard at the other."""
     try:
         with socket.create_connection((address, port), timeout=_REACH_S) as connected:
             mine = str(connected.getsockname()[0])
@@ -126,7 +126,7 @@ def _reach(address: str, port: int, word: str) -> str | None:
 def choose(
     first: str, addresses: Sequence[Address], reached: Mapping[str, Mapping[str, str]], wanted: str | None
 ) -> tuple[str, dict[str, str]]:
-    """The address of the host ``first`` to meet at, and each host's interface.
+    """Return the address of the host ``first`` to meet at, and each host's interface.
 
     ``reached`` says for every other host which addresses it reaches, and by which interface. Among those that all
     reach the fastest is taken, of equal ones IPv4 and the first. ``wanted`` is ``--interface``. Raises `LaunchError`.
@@ -157,8 +157,7 @@ ADAPTERS = ("NCCL_IB_HCA",)
 def wrong_names(
     environment: Mapping[str, str], interfaces: Collection[str], adapters: Collection[str]
 ) -> dict[str, Collection[str]]:
-    """The variables that name no device of a host with these network interfaces and InfiniBand adapters, each with
-    those there are.
+    """Return the variables that name no device of a host, each with the devices that there are.
 
     >>> wrong_names({"NCCL_SOCKET_IFNAME": "ib,eth", "GLOO_SOCKET_IFNAME": "eth"}, ["eth0"], [])
     {'GLOO_SOCKET_IFNAME': ['eth0']}
@@ -172,7 +171,10 @@ def wrong_names(
 
 
 def _names_one(variable: str, value: str, known: Collection[str]) -> bool:
-    """By NCCL's rules: names are prefixes, unless ``=`` stands first; ``^`` leaves out. Gloo takes whole names."""
+    """Return whether a value names a device by NCCL's rules; gloo takes whole names.
+
+    Names are prefixes, unless ``=`` stands first; ``^`` leaves out.
+    """
     gloo = variable.startswith("GLOO")
     if value.startswith("^") and not gloo:
         return True

@@ -61,7 +61,7 @@ class Device:
 
     @property
     def full(self) -> bool:
-        """Whether a counter of 32 bits has reached its end, where some old ports stop counting."""
+        """Return whether a counter of 32 bits has reached its end, where some old ports stop counting."""
         return self.kind == "infiniband" and FULL_WORDS * WORD_BYTES in (self.in_bytes, self.out_bytes)
 
 
@@ -76,7 +76,7 @@ class NetworkReading:
 
 @dataclass(frozen=True)
 class Moved:
-    """What a device moved between two readings ``seconds`` apart."""
+    """The traffic of a device between two readings ``seconds`` apart."""
 
     seconds: float
     in_bytes: int
@@ -114,7 +114,7 @@ def read_devices(sysfs: Path = SYSFS) -> NetworkReading:
 
 
 def moved(before: Device, after: Device, seconds: float) -> Moved:
-    """What one device moved between two readings.
+    """Return the traffic of one device between two readings.
 
     A counter that is smaller than it was has wrapped once, at 32 bits where it was below that and at 64 otherwise.
     Where the device could not have moved that much at ten times its speed, the counter began anew instead: a driver
@@ -145,7 +145,7 @@ def moved(before: Device, after: Device, seconds: float) -> Moved:
 
 
 def counted_once(reading: NetworkReading) -> list[Device]:
-    """The devices that together carry what leaves and enters the host, each byte once.
+    """Return the devices that together carry what leaves and enters the host, each byte once.
 
     Left out are the loopback, devices made of others (bonds, bridges, VLANs), and network devices in front of an
     InfiniBand port, whose bytes the port counts too.
@@ -161,7 +161,7 @@ def counted_once(reading: NetworkReading) -> list[Device]:
 
 
 def _most_bytes(speed: str, seconds: float) -> float:
-    """Ten times what a device of this speed ("100 Gb/s (4X EDR)") moves in so many seconds."""
+    """Return ten times what a device of this speed ("100 Gb/s (4X EDR)") moves in so many seconds."""
     number, _, unit = speed.partition(" ")
     factor = {"Gb/s": 1e9, "Mb/s": 1e6}.get(unit[:4])
     try:
@@ -225,14 +225,14 @@ _EVERY_S = 10.0  # a host of many devices has hundreds of counters
 
 
 class Wire:
-    """The bytes that this host's devices have taken in and sent out, and those of its loopback, since it was booted."""
+    """A reader of the bytes that this host's devices, and its loopback, have moved since it was booted."""
 
     def __init__(self, sysfs: Path = SYSFS) -> None:
         self._sysfs = sysfs
         self._due_s = 0.0
 
     def __call__(self) -> dict[str, int] | None:
-        """None where it is too early to look again."""
+        """Return the bytes; None where it is too early to read again."""
         now_s = time.monotonic()
         if now_s < self._due_s:
             return None

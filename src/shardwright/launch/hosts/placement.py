@@ -1,4 +1,4 @@
-"""Which ranks are on which host: by slots, in the order of the hosts, or as a rank table says."""
+"""The placement of ranks on hosts: by slots, in the order of the hosts, or as a rank table says."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Placement:
 
     @classmethod
     def by_slots(cls, hosts: Hosts, ranks: int | None, oversubscribe: bool = False) -> Placement:
-        """So many ``ranks``, or one per slot. Ranks beyond the slots are spread over all hosts, as the slots are.
+        """Place so many ``ranks``, or one per slot; ranks beyond the slots are spread as the slots are.
 
         Raises `UsageError` for ranks beyond the slots, where that is not asked for, and where slots are not known.
 
@@ -55,7 +55,7 @@ class Placement:
 
     @classmethod
     def by_table(cls, table: RankTable) -> Placement:
-        """The ranks where the rank table has them: local ranks count the ranks of a server upwards."""
+        """Place the ranks as the rank table does: local ranks count the ranks of a server upwards."""
         ranks: dict[str, list[int]] = {}
         for rank, (server, _) in table.placed.items():
             ranks.setdefault(server.address, []).append(rank)

@@ -37,7 +37,7 @@ class PortLease:
 
 
 def lease_port(port: int | None) -> PortLease:
-    """``port``, or where None a free one outside the range from which the kernel hands out ports by itself.
+    """Return ``port``, or where None a free one outside the range that the kernel hands out by itself.
 
     Raises `UsageError` where ``port`` is taken, `LaunchError` where no port is free or nothing is reached at 127.0.0.1.
     """
@@ -91,7 +91,7 @@ def _lease(port: int) -> PortLease:
 
 
 def _bind(port: int) -> socket.socket:
-    """A TCP socket that is bound on every address, of both families where the host has both."""
+    """Return a TCP socket that is bound on every address, of both families where the host has both."""
     families = [socket.AF_INET6, socket.AF_INET] if socket.has_dualstack_ipv6() else [socket.AF_INET]
     bound = socket.socket(families[0])
     try:

@@ -57,7 +57,7 @@ class Server:
 
     @property
     def address(self) -> str:
-        """Where the server is reached; in version 1.2 its id may be any name."""
+        """The address of the server; in version 1.2 its id may be any name."""
         return self.host_ip or self.server_id
 
     @property
@@ -100,7 +100,7 @@ class RankTable:
 
     @property
     def placed(self) -> dict[int, tuple[Server, TableDevice]]:
-        """Rank to its server and device, rank 0 first."""
+        """The server and device of each rank, rank 0 first."""
         by_rank = {device.rank: (server, device) for server in self.servers for device in server.devices}
         return dict(sorted(by_rank.items()))
 
@@ -113,7 +113,7 @@ class RankTable:
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """The file as HCCL's own generator writes it: indented by four, without a line end after the last brace."""
+        """Return the file as HCCL's own generator writes it: indented by four, no line end after the last brace."""
         value: dict[str, Any] = {
             "version": self.version,
             "server_count": str(len(self.servers)),
@@ -125,7 +125,7 @@ class RankTable:
         return json.dumps(value | _present(("product", self.product)), indent=4)
 
     def hosts(self) -> Hosts:
-        """The servers as hosts, that of rank 0 first, with their devices in the order of the ranks."""
+        """Return the servers as hosts, that of rank 0 first, with their devices in the order of the ranks."""
         devices: dict[str, list[int]] = {}
         for server, device in self.placed.values():
             devices.setdefault(server.address, []).append(device.device_id)
@@ -133,7 +133,7 @@ class RankTable:
 
     @classmethod
     def from_hosts(cls, hosts: Hosts) -> RankTable:
-        """The table with ranks in the order of the hosts; a host without devices has as many as slots, from 0 on.
+        """Return the table with ranks in the order of the hosts; without devices as many as slots, from 0 on.
 
         Raises `UsageError` for a host whose slots nobody said.
         """
@@ -147,7 +147,7 @@ class RankTable:
         return cls(tuple(servers))
 
     def variables(self, rank: int, path: Path) -> dict[str, str]:
-        """`TABLE_VARIABLES` of a rank; ``DEVICE_NUM`` counts the devices that the table has on the rank's server."""
+        """Return `TABLE_VARIABLES` of a rank; ``DEVICE_NUM`` counts the table's devices on the rank's server."""
         server, device = self.placed[rank]
         values = (os.path.abspath(path), rank, self.size, device.device_id, len(server.devices))
         return {name: str(value) for name, value in zip(TABLE_VARIABLES, values, strict=True)}
@@ -202,7 +202,7 @@ class _Reader:
         return table
 
     def _read_whole(self, read: Callable[[Any, str], _T], value: Any, place: str) -> _T | None:
-        """What ``read`` makes of a value, None where a part of it could not be read."""
+        """Return the value as ``read`` gives it, None where a part of it could not be read."""
         before = len(self.problems)
         part = read(value, place)
         return part if len(self.problems) == before else None

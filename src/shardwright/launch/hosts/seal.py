@@ -1,4 +1,4 @@
-"""What the ranks of a job write where others can read and write, too: encrypted and signed by the secret of the job.
+"""Encryption and signatures, by the secret of a job, for what its ranks write where others can read and write, too.
 
 Others read noise, under names that are noise, and what they write is refused. The scheme is SIV (Rogaway and Shrimpton,
 2006) of what Python's library has: the signature of name and value (HMAC-SHA256) begins the stream (SHAKE256) that

@@ -19,7 +19,7 @@ from shardwright.launch.hosts.rank_table import RankTable, Server, parse_rank_ta
 
 @dataclass(frozen=True)
 class Product:
-    """What a server of one kind allows.
+    """The devices that servers of one kind may use.
 
     ``counts`` are the numbers of devices that one server alone may use; several servers use all ``devices`` of each.
     Fewer than all must lie in one of ``networks``. None and () where there is no such rule.
@@ -174,7 +174,7 @@ def _misnamed(path: Path, table: RankTable) -> str | None:
 
 
 def file_name(table: RankTable) -> str:
-    """``hccl_4p_4567_127.0.0.1.json`` for one server, ``hccl_2s_16p.json`` for several."""
+    """Return ``hccl_4p_4567_127.0.0.1.json`` for one server, ``hccl_2s_16p.json`` for several."""
     if len(table.servers) > 1:
         return f"hccl_{len(table.servers)}s_{table.size}p.json"
     server = table.servers[0]

@@ -1,1 +1,1 @@
-"""What is written about a job and read again: its folder, logs, failures and reports."""
+"""The record of a job, written and read again: its folder, logs, failures and reports."""

@@ -33,7 +33,7 @@ RUNNING, SUCCEEDED, FAILED, INTERRUPTED, LOST = "running", "succeeded", "failed"
 
 @dataclass(frozen=True)
 class JobState:
-    """What ``job.json`` says. Times are in seconds since the epoch; ``start_ticks`` tells a pid from its reuse.
+    """The content of ``job.json``, with times since the epoch; ``start_ticks`` tells a pid from its reuse.
 
     A job that is about to begin again is still `RUNNING`. ``ranks`` is how many it had at first.
     """
@@ -56,12 +56,12 @@ class JobState:
 
     @property
     def end(self) -> str:
-        """How the job ended, in words."""
+        """The end of the job, in words."""
         return f"{self.status} ({'its launcher is gone' if self.status == LOST else f'exit code {self.exit_code}'})"
 
     @property
     def code(self) -> int:
-        """What a command ends with that went on to the job's end."""
+        """The exit code of a command that waited for the job's end."""
         return 1 if self.exit_code is None else self.exit_code
 
     def ended(self, status: str, exit_code: int) -> JobState:
@@ -90,12 +90,12 @@ class JobFolder:
         return (self.path / "failed.json").absolute()
 
     def make_ranks(self, ranks: int) -> None:
-        """A folder for each, once it is known how many there are."""
+        """Make a folder for each rank, once it is known how many there are."""
         for rank in range(ranks):
             self.rank(rank).mkdir(exist_ok=True)
 
     def begin_again(self) -> None:
-        """Nothing that an attempt has left tells the next one that it failed."""
+        """Remove what would tell the next attempt that it has failed."""
         self.failed_mark.unlink(missing_ok=True)
         for path in self.path.glob("rank.*/error.json"):
             path.unlink(missing_ok=True)
@@ -104,11 +104,11 @@ class JobFolder:
         replace_file(self.path / "job.json", asdict(state))
 
     def write_failure(self, failure: Mapping[str, object]) -> None:
-        """``rank``, None where no rank but a supervisor or a host failed; ``cause`` in words; ``time_s``."""
+        """Write ``failed.json``: ``rank`` (None where a supervisor or a host failed), ``cause``, ``time_s``."""
         replace_file(self.failed_mark, failure)
 
     def read_state(self) -> JobState | None:
-        """None where there is no readable state. A launcher that is gone without a word leaves the job `LOST`."""
+        """Return the state, None where it cannot be read; `LOST` where the launcher is gone without a word."""
         try:
             state = from_json((self.path / "job.json").read_bytes(), JobState)
         except (OSError, SchemaError):
@@ -119,7 +119,7 @@ class JobFolder:
         return state
 
     def reserve(self) -> None:
-        """Room on the disk for the last state and the mark of a failure, since the logs may fill it."""
+        """Reserve room on the disk for the last state and the mark of a failure, since the logs may fill it."""
         for name in _STATE_FILES:
             _temporary(self.path / name).write_bytes(bytes(_RESERVED_BYTES))
 
@@ -128,13 +128,13 @@ class JobFolder:
             _temporary(self.path / name).unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """Of a job that never started."""
+        """Remove the folder of a job that never started."""
         shutil.rmtree(self.path, ignore_errors=True)
         remove_empty(self.made)
 
 
 def is_marked_as_failed(environment: Mapping[str, str]) -> bool:
-    """In a rank: whether the launcher has marked its job as failed."""
+    """Return, in a rank, whether the launcher has marked its job as failed."""
     mark = environment.get(FAILED_VARIABLE)
     return mark is not None and os.path.exists(mark)
 
@@ -144,7 +144,7 @@ def _temporary(path: Path) -> Path:
 
 
 def replace_file(path: Path, value: object) -> None:
-    """Into the reserved file if there is one, which needs no room, and then in one step to its name."""
+    """Write JSON into the reserved file, if there is one, and give it its name in one step."""
     temporary = _temporary(path)
     with open(os.open(temporary, os.O_WRONLY | os.O_CREAT, 0o666), "wb") as file:
         file.write(json.dumps(value, indent=1).encode() + b"\n")
@@ -153,7 +153,7 @@ def replace_file(path: Path, value: object) -> None:
 
 
 def create_job_folder(log_dir: Path, name: str | None) -> JobFolder:
-    """A new folder for ``name``, or for the lowest number that no job has.
+    """Make a new folder for ``name``, or for the lowest number that no job has.
 
     Raises `UsageError` where the name cannot be one, is taken, or the folder cannot be written.
     """
@@ -172,7 +172,7 @@ def create_job_folder(log_dir: Path, name: str | None) -> JobFolder:
 
 
 def _claim(log_dir: Path, name: str | None) -> Path:
-    """mkdir either makes the folder or says that another job has it, which is what makes two jobs differ."""
+    """Make the folder; mkdir fails where another job has it, which is what makes two jobs differ."""
     if name is not None:
         try:
             (log_dir / name).mkdir()
@@ -190,7 +190,7 @@ def _claim(log_dir: Path, name: str | None) -> Path:
 
 
 def find_job(log_dir: Path, name: str | None) -> JobFolder:
-    """The job of that name, or the one started last. Raises `UsageError` that lists the jobs there are."""
+    """Return the job of that name, or the one started last. Raises `UsageError` that lists the jobs there are."""
     folders = [JobFolder(path.parent) for path in log_dir.glob("*/job.json")]
     started = {folder.name: state.started_s for folder in folders if (state := folder.read_state())}
     if name is not None and name in started:

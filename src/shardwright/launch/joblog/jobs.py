@@ -28,7 +28,7 @@ _SHOWN_LOST_S = 60.0
 
 
 def _own_processes() -> str:
-    """What names the processes that this one may know by their numbers: those of its container, or of the host."""
+    """Return a name of the container or host whose processes this one may know by their numbers."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -37,11 +37,10 @@ def _own_processes() -> str:
 
 @dataclass(frozen=True)
 class JobRecord:
-    """What is known of a job: ``folder`` has the logs; ``marks`` are what processes of the job carry; times in seconds
-    since the epoch.
+    """A job of this user; ``folder`` has the logs, and processes of the job carry ``marks``.
 
-    ``lease_s`` is None for a job on its launcher's host alone, ``lost_s`` when its launcher was first found gone;
-    ``processes`` are those among which ``pid`` is a number.
+    Times are in seconds since the epoch; ``lease_s`` is None for a job on its launcher's host alone, ``lost_s`` when
+    its launcher was first found gone; ``pid`` is a number among ``processes``.
     """
 
     name: str
@@ -65,18 +64,18 @@ class JobRecord:
         return jobs_folder() / f"{self.pid}-{self.start_ticks}.json"
 
     @property
-    def told_path(self) -> Path:
-        """A file that is there once the job was told to end."""
+    def stop_path(self) -> Path:
+        """The file that is there once the job was told to end."""
         return self.path.with_suffix(".stop")
 
     @property
     def lives(self) -> bool:
-        """Whether the job's launcher lives."""
+        """Return whether the job's launcher lives."""
         return self.start_ticks is not None and start_ticks(self.pid) == self.start_ticks
 
     @property
     def may_live_s(self) -> float:
-        """How long ranks on other hosts may outlive the launcher."""
+        """The seconds for which ranks on other hosts may outlive the launcher."""
         return 0.0 if self.lease_s is None else 1.25 * self.lease_s + 0.5
 
     def write(self) -> None:
@@ -91,7 +90,7 @@ class JobRecord:
             raise
 
     def remove(self) -> None:
-        for path in (self.path, self.told_path):
+        for path in (self.path, self.stop_path):
             with contextlib.suppress(OSError):
                 path.unlink()
 
@@ -101,7 +100,7 @@ def jobs_folder() -> Path:
 
 
 def known_jobs() -> list[JobRecord]:
-    """The jobs of this host, the oldest first. What was lost long ago is removed.
+    """Return the jobs of this host, the oldest first. Those that were lost long ago are removed.
 
     Raises `UsageError` where the folder is not this user's alone.
     """
@@ -131,9 +130,9 @@ def _read(path: Path) -> JobRecord | None:
 
 
 def _seen(record: JobRecord) -> JobRecord | None:
-    """The record as the job is now; None for one that was lost long ago, which is removed."""
+    """Return the record as the job is now; None for one that was lost long ago, which is removed."""
     if record.lives:
-        return replace(record, state=STOPPING) if record.told_path.exists() else record
+        return replace(record, state=STOPPING) if record.stop_path.exists() else record
     now_s = time.time()
     if record.lost_s is None:
         if not record.path.exists():  # its launcher has removed it and ended, since it was read
@@ -149,7 +148,7 @@ def _seen(record: JobRecord) -> JobRecord | None:
 
 
 def find_job(word: str) -> JobRecord:
-    """The job of that name, or with its logs in that folder. Raises `UsageError` that lists the jobs there are."""
+    """Return the job of that name, or with its logs in that folder. Raises `UsageError` that lists the others."""
     known = known_jobs()
     matching = [r for r in known if r.name == word or (os.sep in word and os.path.realpath(word) == r.folder)]
     living = [record for record in matching if record.lives] or matching
@@ -164,7 +163,7 @@ def find_job(word: str) -> JobRecord:
 
 
 def show_jobs() -> str:
-    """A table, or a line where there is nothing to show."""
+    """Return a table, or a line where there is nothing to show."""
     known = known_jobs()
     if not known:
         return "no job of this user runs that was launched on this host"
@@ -182,12 +181,12 @@ def show_jobs() -> str:
 
 
 def moment(time_s: float) -> str:
-    """A time since the epoch as this host's clock shows it."""
+    """Return a time since the epoch as this host's clock shows it."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_s))
 
 
 def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of words as lines, with each column as wide as its longest word."""
+    """Return rows of words as lines, with each column as wide as its longest word."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
@@ -207,7 +206,7 @@ def stop_job(word: str, now: bool, say: Callable[[str], None]) -> int:
     if not job.lives:
         return _end_what_is_left(job, say)
     what = f"the {job.ranks} rank{'s' * (job.ranks != 1)} of job {job.name} on {', '.join(job.hosts)}"
-    if now or job.told_path.exists():
+    if now or job.stop_path.exists():
         say(f"killing {what}")
         tell_launcher(job, now=True)
         ended = _wait(job, _NOW_S)
@@ -228,7 +227,7 @@ def stop_job(word: str, now: bool, say: Callable[[str], None]) -> int:
 
 def tell_launcher(job: JobRecord, now: bool) -> None:
     """Have the launcher of a job end it: at once, or with the grace that the job was launched with."""
-    job.told_path.touch()
+    job.stop_path.touch()
     if job.lives:
         send_signal(job.pid, KILL_NOW if now else signal.SIGTERM)
         send_signal(job.pid, signal.SIGCONT)  # a stopped launcher hears it, too

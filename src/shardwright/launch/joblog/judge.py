@@ -58,7 +58,7 @@ _TORCH_PREFIX = re.compile(rb"^\[rank\d+\]: ?", re.MULTILINE)  # torch marks tra
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How one rank ended. ``code`` is its exit code, or minus the signal; ``time_s`` since the epoch."""
+    """The end of one rank: its exit code, or minus the signal, and the moment since the epoch."""
 
     rank: int
     code: int
@@ -77,19 +77,19 @@ class RankEnd:
         return self.code if self.code >= 0 else 128 - self.code
 
     @property
-    def is_echo(self) -> bool:
-        """Whether nothing is known of the failure but the loss of a peer."""
+    def only_lost_peer(self) -> bool:
+        """Return whether the error only says that a peer was lost, which another rank's failure causes."""
         if self.loss is not None:
             return False
         return _LOST_PEER.search(b"\n".join(self.last_lines()) + (self.error or "").encode()) is not None
 
     def last_lines(self) -> list[bytes]:
-        """The end of its traceback if it wrote one, else the end of what it wrote."""
+        """Return the end of its traceback if it wrote one, else the end of its output."""
         start = self.stderr_tail.rfind(_TRACEBACK)
         return end_of(self.stderr_tail[max(start, 0) :], TRACEBACK_LINES if start >= 0 else _OTHER_LINES)
 
     def remedy(self) -> list[str]:
-        """What may be done about it, where that is known."""
+        """Return what may be done about the error, where that is known."""
         return [text for pattern, text in _REMEDIES if pattern.search(b"\n".join(self.last_lines()))]
 
     @property
@@ -97,7 +97,7 @@ class RankEnd:
         return _TRACEBACK in self.stderr_tail
 
     def cause(self) -> str:
-        """The cause of the failure in one line, without the rank."""
+        """Return the cause of the failure in one line, without the rank."""
         if self.of_torchrun is not None:
             how = f"was killed by {signal_name(-self.code)}" if self.code < 0 else f"ended with exit code {self.code}"
             return f"rank {self.of_torchrun} of the ranks that torchrun has started {how}"
@@ -113,7 +113,7 @@ class RankEnd:
 
 
 def end_of(text: bytes, lines: int) -> list[bytes]:
-    """The last lines of what a rank wrote."""
+    """Return the last lines of a rank's output."""
     plain = _TORCH_PREFIX.sub(b"", text.replace(b"\r", b"\n"))
     return [line[:500] for line in plain.split(b"\n") if line.strip()][-lines:]
 
@@ -135,13 +135,13 @@ class _Message(TypedDict, total=False):
 
 
 class _ErrorFile(TypedDict):
-    """What torchelastic writes of an error."""
+    """The format in which torchelastic writes an error."""
 
     message: str | _Message
 
 
 def read_error_file(path: Path) -> tuple[str, float] | None:
-    """The message and the moment of an error file of torchelastic's format; None if there is none that can be read."""
+    """Return message and moment of an error file of torchelastic's format; None if there is none to be read."""
     try:
         written_s = path.stat().st_mtime
         message = from_json(path.read_bytes(), _ErrorFile)["message"]
@@ -154,19 +154,19 @@ def read_error_file(path: Path) -> tuple[str, float] | None:
 
 
 def torchrun_end(end: RankEnd) -> RankEnd:
-    """The end of a torchrun as that of the rank that failed first below it, which it names in its last words."""
+    """Return the end of a torchrun as that of the rank that failed first below it, which it names at its end."""
     named = _TORCHRUN.search(end.stderr_tail)
     return end if named is None or end.code <= 0 else replace(end, code=int(named[2]), of_torchrun=int(named[1]))
 
 
 def first_failure(ends: Iterable[RankEnd]) -> RankEnd:
-    """The cause among the ends that are failures and that we did not bring about ourselves."""
+    """Return the cause among the ends that are failures and that we did not bring about ourselves."""
     failures = [end for end in ends if end.code != 0 and not end.signalled]
-    return min(failures, key=lambda end: (end.is_echo, end.time_s, end.rank))
+    return min(failures, key=lambda end: (end.only_lost_peer, end.time_s, end.rank))
 
 
 def describe_ranks(ranks: Iterable[int]) -> str:
-    """Ranks in words: ``rank 3``, ``ranks 0-2, 5``."""
+    """Return ranks in words: ``rank 3``, ``ranks 0-2, 5``."""
     numbers = sorted(ranks)
     spans: list[list[int]] = []
     for number in numbers:
@@ -184,7 +184,7 @@ _ANSWER_S = 2.0  # from a supervisor of this host, which may have been stopped
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an attempt ended, with the status of its job; ``cause`` in words, where it failed."""
+    """The end of an attempt, with the status of its job; ``cause`` in words, where it failed."""
 
     status: str
     exit_code: int
@@ -192,7 +192,7 @@ class Outcome:
 
 
 class Judge:
-    """What is known of how the ranks of an attempt end, and what follows from it.
+    """The known ends of the ranks of an attempt, and what follows from them.
 
     ``hosts`` names the host of each rank, where there are several; ``stderr_tail`` gives the end of what a rank wrote.
     Moments that are passed in (``now_s``) are of the monotonic clock, all else is in seconds since the epoch.
@@ -217,17 +217,17 @@ class Judge:
     # --- what happens
 
     def rank_started(self, rank: int) -> bool:
-        """A rank has started. Returns whether all have started with it."""
+        """Note that a rank has started. Returns whether all have started with it."""
         self.started.add(rank)
         return len(self.started) == self.ranks
 
     def ended(self, end: RankEnd) -> bool:
-        """A rank has ended. Returns whether hosts are now to be asked for errors (`settle`)."""
+        """Note that a rank has ended. Returns whether hosts are now to be asked for errors (`settle`)."""
         self.ends[end.rank] = end
         return end.code != 0 and self.undecided
 
     def interrupt(self, signum: int) -> Literal["end", "abandon", "kill", "nothing"]:
-        """A signal is to end the job. Says what becomes of the ranks: they are abandoned where none has started."""
+        """End the job by a signal; returns what becomes of the ranks, abandoned where none has started."""
         self.told_to_end = signum
         if self.ending:
             return "kill" if signum == signal.SIGINT else "nothing"
@@ -236,7 +236,7 @@ class Judge:
         return "end" if self.started else "abandon"
 
     def lost(self, loss: RankEnd, ranks: Iterable[int]) -> Literal["settle", "not started", "say", "nothing"]:
-        """The host of these ranks is lost. Says what is to be done: with "say", no more than to say so."""
+        """Note the loss of the host of these ranks; returns what is to be done: with "say", no more than to say so."""
         if self.interrupted is not None or self.cause is not None:
             abandoned = self.interrupted is not None and not self.started
             return "say" if self.hosts and not abandoned else "nothing"
@@ -247,12 +247,12 @@ class Judge:
         return "settle"
 
     def settle(self, asked: Iterable[tuple[str, float | None]], now_s: float) -> None:
-        """The first failure has come. ``asked`` are the hosts that were asked for errors, with their leases."""
+        """Begin to settle the first failure; ``asked`` are the hosts that were asked for errors, with their leases."""
         self._settle_at_s = now_s + SETTLE_S
         self._waits = {name: now_s + (_ANSWER_S if lease_s is None else lease_s) for name, lease_s in asked}
 
     def answered(self, host: str, errors: Mapping[int, tuple[str, float]]) -> None:
-        """A host has told what its ranks have written down as their errors; a host that is lost never will."""
+        """Note the errors that the ranks of a host have written down; a host that is lost never answers."""
         self.errors |= errors
         self._waits.pop(host, None)
 
@@ -260,15 +260,15 @@ class Judge:
 
     @property
     def undecided(self) -> bool:
-        """Whether nothing has begun to end the job."""
+        """Return whether nothing has begun to end the job."""
         return not self.ending and self._settle_at_s is None and self.cause is None
 
     def wait_s(self, now_s: float) -> float | None:
-        """How long it is until it may be time to judge."""
+        """Return the seconds until it may be time to judge."""
         return max(0.0, self._settle_at_s - now_s) if self._settle_at_s is not None else None
 
     def first(self, now_s: float, gone: Collection[int] = ()) -> RankEnd | None:
-        """The cause, if it is time to name it. From the ranks in ``gone`` nothing more will come."""
+        """Return the cause, if it is time to name it. From the ranks in ``gone`` nothing more will come."""
         all_ended = len(self.ends.keys() | gone) == self.ranks
         if self.ending or self.cause is not None or self._settle_at_s is None:
             return None
@@ -281,7 +281,7 @@ class Judge:
         ]
         cause = first_failure([*self.ends.values(), *dying, *self.losses])
         awaited = [until_s for until_s in self._waits.values() if until_s > now_s]
-        if cause.is_echo and awaited and not all_ended:
+        if cause.only_lost_peer and awaited and not all_ended:
             self._settle_at_s = now_s + SETTLE_S
             return None
         self.blame(cause)
@@ -301,8 +301,10 @@ class Judge:
     def details(
         self, cause: RankEnd, log: Callable[[int, str], str], stdout_tail: Callable[[int], bytes] = lambda rank: b""
     ) -> list[str]:
-        """Lines beside the headline: the end of the traceback, or without one of all that was written, who returned
-        early, who failed afterwards.
+        """Return lines beside the headline.
+
+        They are the end of the traceback, or without one of all that was written, then who returned early, who failed
+        afterwards.
         """
         lines = []
         if cause.rank >= 0:
@@ -326,7 +328,7 @@ class Judge:
         return lines
 
     def outcome(self) -> Outcome:
-        """How the attempt has ended, once no host has anything more to tell."""
+        """Return the outcome of the attempt, once no host has anything more to tell."""
         if self.cause is not None:
             return Outcome(FAILED, self._exit_code(self.cause), self.headline(self.cause))
         if self.interrupted is not None:
@@ -336,13 +338,13 @@ class Judge:
         return Outcome(SUCCEEDED, 0)
 
     def _exit_code(self, cause: RankEnd) -> int:
-        """As the rank itself ended, where it did so by itself."""
+        """Return the exit code of the rank itself, where it ended by itself."""
         end = self.ends.get(cause.rank, cause)
         return (cause if end.signalled or end.code == 0 else end).exit_code
 
 
 def rank_end(event: Exited, ahead_s: float, stderr_tail: bytes, host: str) -> RankEnd:
-    """How a rank ended, by our clock, which that of its host is ahead of."""
+    """Return the end of a rank, by our clock, which that of its host is ahead of."""
     end = RankEnd(
         event.rank, event.code, event.time_s - ahead_s, signalled=event.signalled, out_of_memory=event.out_of_memory,
         stderr_tail=stderr_tail, host=host,

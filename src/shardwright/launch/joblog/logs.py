@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from shardwright.launch.host.protocol import STREAMS, KeptAt, LogLost
+from shardwright.launch.host.protocol import STREAMS, LogLost, LogRetention
 from shardwright.launch.joblog.job import JobFolder
 
 TAIL_BYTES = 1 << 15
@@ -26,7 +26,7 @@ class LogFile:
     """One file. What the disk does not take is counted, and a line in the file says so where it is missing."""
 
     def __init__(self, path: str, begin: bytes) -> None:
-        """A new file; with ``begin``, a line, the one that an earlier attempt may have left goes on with it."""
+        """Make a new file; with ``begin``, a line, append to the one that an earlier attempt may have left."""
         self.path = path
         self.lost_bytes = 0
         self._gap_bytes = 0
@@ -39,7 +39,7 @@ class LogFile:
             self.write(b"\n" * inside_line + begin)
 
     def write(self, data: bytes) -> str | None:
-        """Returns why not all of it could be written, None if it was."""
+        """Write the data. Returns why not all of it could be written, None if it was."""
         rest = memoryview(data)
         try:
             self._note_gap()
@@ -51,20 +51,20 @@ class LogFile:
         return None
 
     def _note_gap(self) -> None:
-        """Where bytes are missing, as soon as there is room for saying so."""
+        """Write a note where bytes are missing, as soon as there is room for it."""
         if self._gap_bytes:
             note = f"\n[shardwright: {self._gap_bytes} bytes are missing here: {self._gap_reason}]\n".encode()
             if os.write(self._fd, note) == len(note):
                 self._gap_bytes = 0
 
     def lose(self, count: int, reason: str) -> None:
-        """Bytes that never came, or cannot be kept."""
+        """Count bytes that never came, or cannot be kept."""
         self._gap_bytes += count
         self._gap_reason = reason
         self.lost_bytes += count
 
     def close(self) -> str | None:
-        """Some file systems tell only now that the data could not be kept."""
+        """Close the file; some file systems tell only now that the data could not be kept."""
         with contextlib.suppress(OSError):  # the disk is still full
             self._note_gap()
         try:
@@ -136,10 +136,14 @@ class RankLogs:
                 self._say(f"{file.path} lacks {file.lost_bytes} bytes{f' ({reason})' if reason else ''}")
 
 
-class KeptLogs:
-    """The files of the ``ranks`` of this host. Raises `OSError` where they cannot be made."""
+class RetainedLogs:
+    """The log files of the ``ranks`` of this host, written by its agent. Raises `OSError` where they cannot be made.
 
-    def __init__(self, kept: KeptAt, ranks: Iterable[int]) -> None:
+    The launcher hears only what it shows on the console, the end of what a rank wrote, from which the verdict is made,
+    and what the disk did not take.
+    """
+
+    def __init__(self, kept: LogRetention, ranks: Iterable[int]) -> None:
         self.shown = frozenset(kept.shown)
         folder, begin = Path(kept.folder), kept.begin.encode()
         self._tails: dict[int, dict[str, bytearray]] = {}
@@ -152,7 +156,7 @@ class KeptLogs:
                 self._files[rank, stream] = LogFile(str(folder / f"rank.{rank}" / stream), begin)
 
     def write(self, rank: int, stream: str, data: bytes) -> bool:
-        """Write what a rank has written. Returns whether the launcher is to see it, too."""
+        """Write the output of a rank. Returns whether the launcher is to see it, too."""
         self._files[rank, stream].write(data)
         if (tails := self._tails.get(rank)) is not None:
             tails[stream] += data
@@ -160,11 +164,11 @@ class KeptLogs:
         return rank in self.shown
 
     def take_tails(self, rank: int) -> dict[str, bytes]:
-        """What the launcher has not seen of the end of a rank's output."""
+        """Return the end of a rank's output, as far as the launcher has not seen it."""
         return {stream: bytes(tail) for stream, tail in self._tails.pop(rank, {}).items() if tail}
 
     def close(self) -> list[LogLost]:
-        """Close the files. Returns what was lost, for the launcher."""
+        """Close the files. Returns the losses, for the launcher."""
         losses = []
         for (rank, stream), file in self._files.items():
             reason = file.close()
@@ -178,7 +182,7 @@ RANKS_FILE, STEPS_FILE = "ranks.jsonl", "steps.jsonl"
 
 
 class LiveFiles:
-    """The files of one attempt, the ``attempt``-th, counted from 0. A disk that is full stops nobody."""
+    """The files ``ranks.jsonl`` and ``steps.jsonl`` of one attempt, counted from 0. A full disk stops nobody."""
 
     def __init__(self, folder: JobFolder, attempt: int, ranks: int) -> None:
         self._folder = folder
@@ -188,11 +192,11 @@ class LiveFiles:
         self._write(folder.path / RANKS_FILE, self._first, b"")
 
     def told(self, rank: int, data: bytes) -> None:
-        """A rank has told of its steps."""
+        """Write the lines in which a rank reports its steps."""
         self._write(self._folder.rank(rank) / STEPS_FILE, {"attempt": self._attempt}, data)
 
     def became(self, rank: int, state: str, **facts: Any) -> None:
-        """A rank is from now on ``state``: "running", "stopped" or "ended"."""
+        """Write that a rank is from now on ``state``: "running", "stopped" or "ended"."""
         self._write(self._folder.path / RANKS_FILE, self._first, _line({"rank": rank, "state": state, **facts}))
 
     def _write(self, path: Path, first: Mapping[str, Any], data: bytes) -> None:

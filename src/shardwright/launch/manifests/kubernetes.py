@@ -35,7 +35,7 @@ _LONGEST_NAME = 50  # Kubernetes allows 63 for the name of a pod, which goes on 
 
 
 def manifest(request: LaunchRequest, image: str | None) -> tuple[str, list[str]]:
-    """The manifest, for ``kubectl apply``, and what a person is to be told. ``image`` is that of its containers.
+    """Return the manifest, for ``kubectl apply``, and notes for the person. ``image`` is that of its containers.
 
     Raises `UsageError` where a PyTorchJob cannot be what is asked for.
     """
@@ -68,7 +68,7 @@ def manifest(request: LaunchRequest, image: str | None) -> tuple[str, list[str]]
 
 
 def _pods(request: LaunchRequest) -> tuple[int, int]:
-    """How many pods, and how many ranks each: a pod for each host that is named, whatever its name."""
+    """Return the number of pods, one for each host that is named, whatever its name, and of ranks in each."""
     hosts, _ = request.where.named(None)
     count = read_count(request.ranks)
     if hosts is None:
@@ -89,7 +89,7 @@ def _listed(placement: Placement) -> str:
 
 
 def _name(request: LaunchRequest) -> str:
-    """The name of the job, of lower-case letters, digits and `-`, as Kubernetes wants it."""
+    """Return the name of the job, of lower-case letters, digits and `-`, as Kubernetes wants it."""
     wanted = request.job or os.path.basename(request.arguments[0]).removesuffix(".py")
     name = re.sub(r"[^a-z0-9-]+", "-", wanted.lower()).strip("-")[:_LONGEST_NAME].strip("-")
     name = name if name[:1].isalpha() else f"job-{name}".strip("-")
@@ -136,7 +136,7 @@ def _command(request: LaunchRequest) -> list[str]:
 
 
 def _literal(word: str) -> str:
-    """Kubernetes puts variables in place of ``$(NAME)``, and one ``$`` in place of two."""
+    """Escape a word, since Kubernetes replaces ``$(NAME)`` by a variable, and ``$$`` by ``$``."""
     return word.replace("$", "$$")
 
 
@@ -156,7 +156,7 @@ _NO_WORDS = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "nul
 
 
 def yaml_text(values: Mapping[str, Any]) -> str:
-    """The document.
+    """Return a document of mappings, sequences and scalars, for a person to edit.
 
     >>> print(yaml_text({"spec": {"size": "8", "pods": [{"name": "a", "run": ["sh", "-c"]}]}}), end="")
     spec:
@@ -184,7 +184,7 @@ def _lines(values: Mapping[str, Any], indent: str = "") -> Iterator[str]:
 
 
 def _scalar(value: Any) -> str:
-    """JSON is YAML; a word that can be taken for nothing else goes without quotes."""
+    """Return a value as JSON, which is YAML; a word that can be taken for nothing else goes without quotes."""
     plain = isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _NO_WORDS
     return str(value) if plain else _escaped(json.dumps(value, ensure_ascii=False))
 

@@ -26,7 +26,7 @@ _TELL = f'export {" ".join(f"{ours}=$OMPI_COMM_WORLD_{its}" for ours, its in _PL
 
 
 def script(request: LaunchRequest) -> tuple[str, list[str]]:
-    """The script, for a shell of the first host, and what a person is to be told.
+    """Return the script, for a shell of the first host, and notes for the person.
 
     Raises `UsageError` where mpirun cannot run what is asked for.
     """
@@ -55,7 +55,7 @@ def script(request: LaunchRequest) -> tuple[str, list[str]]:
 
 
 def _placed(options: LaunchOptions) -> tuple[str, int, int, str]:
-    """The hosts as mpirun takes them, the ranks of all and the most of one, and the address where ranks meet."""
+    """Return the hosts as mpirun takes them, the ranks of all and the most of one, and the address where ranks meet."""
     if options.remote is None:
         return f"localhost:{options.ranks}", options.ranks, options.ranks, "127.0.0.1"
     if options.remote.variables:

@@ -1,4 +1,4 @@
-"""What a job can be printed as, as one table: a person chooses with ``--print``."""
+"""The formats in which a job can be printed, as one table: a person chooses with ``--print``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardwright.launch.options.request import LaunchRequest
 
 @dataclass(frozen=True)
 class PrintRequest:
-    """What is asked for: the ``words`` as they were typed, and the ``request`` that they make."""
+    """The ``words`` as they were typed, and the ``request`` that they make."""
 
     words: Sequence[str]
     request: LaunchRequest
@@ -41,7 +41,7 @@ _OWN_CARRIER = {"slurm": SRUN.name, "torchrun": TORCHRUN.name, "mpirun": "mpirun
 
 
 def printed(to: str, asked: PrintRequest) -> tuple[str, list[str]]:
-    """The text that runs the job elsewhere, and lines to read beside it.
+    """Return the text that runs the job elsewhere, and lines to read beside it.
 
     Raises `UsageError` for options that it cannot serve.
     """

@@ -25,7 +25,7 @@ _OF_THE_LAUNCHER = {
 
 
 def left_out(request: LaunchRequest, starter: str, serves: Collection[str]) -> str:
-    """A line that names the options of this launcher alone that were typed; empty where there are none.
+    """Return a line that names the options of this launcher alone that were typed; empty where there are none.
 
     ``serves`` are the fields that ``starter`` has a word for. Raises `UsageError` for another that makes the job what
     it is.
@@ -38,7 +38,7 @@ def left_out(request: LaunchRequest, starter: str, serves: Collection[str]) -> s
 
 
 def _typed(request: LaunchRequest) -> set[str]:
-    """The fields that are not as they are where nothing is typed."""
+    """Return the fields that differ from their defaults."""
     usual = ((request, LaunchRequest(arguments=())), (request.where, HostRequest()))
     return {
         entry.name
@@ -49,7 +49,7 @@ def _typed(request: LaunchRequest) -> set[str]:
 
 
 def for_all_hosts(option: str, words: Sequence[str], starter: str) -> str | None:
-    """The one word of an option that could differ between hosts. Raises `UsageError` where it does."""
+    """Return the one value of an option that could differ between hosts. Raises `UsageError` where it does."""
     for word in words:
         name, equals, _ = word.partition("=")
         if len(words) > 1 or (equals and is_host_name(name)):

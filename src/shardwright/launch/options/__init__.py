@@ -1,1 +1,1 @@
-"""What a job is asked to be: the words of the command line, and the values that they come to."""
+"""The options of a job: the words of the command line, and the values that they come to."""

@@ -29,14 +29,14 @@ class StartCommand:
 
 
 def mpirun_start(ranks: int, mca: Sequence[tuple[str, str]], environment: Mapping[str, str]) -> StartCommand:
-    """The command line of the mpirun that is to be had here. Raises `LaunchError` where there is none."""
+    """Return the command line of the mpirun that is to be had here. Raises `LaunchError` where there is none."""
     root = os.geteuid() == 0
     note = "mpirun is told that it may run as root; it would rather not" if root else ""
     return StartCommand(mpirun_command(find_mpirun(environment), ranks, mca, root), note)
 
 
 def find_mpirun(environment: Mapping[str, str]) -> str:
-    """The mpirun beside this Python, to which the installed mpi4py belongs, or else the one on the PATH.
+    """Return the mpirun beside this Python, to which the installed mpi4py belongs, or else the one on the PATH.
 
     Raises `LaunchError` where there is none, or another MPI's, which understands other options.
     """
@@ -61,7 +61,7 @@ def find_mpirun(environment: Mapping[str, str]) -> str:
 def mpirun_command(
     mpirun: str, ranks: int, mca: Sequence[tuple[str, str]], root: bool, hosts: str = ""
 ) -> tuple[str, ...]:  # fmt: skip
-    """The command line of mpirun up to the program, and no rank bound to a core.
+    """Return the command line of mpirun up to the program, with no rank bound to a core.
 
     Without ``hosts``, as ``a:2,b:2``, there are as many slots on this host as ranks.
 
@@ -85,7 +85,7 @@ def check_mca(words: Sequence[tuple[str, str]]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class CarrierFacts:
-    """What a carrier can do; one that is not said to can not.
+    """The abilities of a carrier; one that is not set is lacking.
 
     Attributes:
         name: what is typed after ``--via``.
@@ -115,7 +115,7 @@ class CarrierFacts:
             raise UsageError(self.refusals[option])
 
     def settled(self, on_hosts: bool) -> CarrierFacts:
-        """The carrier of a job that is on hosts or on this one, where none was named."""
+        """Return the carrier of a job that is on hosts or on this one, where none was named."""
         return (SSH if on_hosts else LOCAL) if self is UNSAID else self
 
 
@@ -145,12 +145,12 @@ UNSAID = CarrierFacts(name="ssh where there are other hosts, else local", here=T
 
 
 def carrier_facts(via: str | None) -> CarrierFacts:
-    """The row of ``--via``, `UNSAID` without it. Raises `UsageError` for a name that no row has."""
+    """Return the row of ``--via``, `UNSAID` without it. Raises `UsageError` for a name that no row has."""
     if via is not None and via not in CARRIERS:
         raise UsageError(f"--via {via} is no carrier; choose one of {', '.join(CARRIERS)}")
     return UNSAID if via is None else CARRIERS[via]
 
 
 def carrier_of_backend(backend: str | None) -> CarrierFacts:
-    """The carrier that starts ranks of a backend on this host."""
+    """Return the carrier that starts ranks of a backend on this host."""
     return next((row for row in CARRIERS.values() if backend in row.backends), LOCAL)

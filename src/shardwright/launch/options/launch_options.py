@@ -1,4 +1,4 @@
-"""What a job is: the words of the command line, read and checked before anything starts."""
+"""A job as the command line asks for it, read and checked before anything starts."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ class LaunchOptions:
 
     @property
     def logs_stay(self) -> bool:
-        """Whether what ranks write stays on their hosts."""
+        """Return whether the output of ranks stays on their hosts."""
         return self.remote is not None and not self.remote.collect_logs
 
 
 def read_options(request: LaunchRequest) -> LaunchOptions:
-    """The job that is asked for. Raises `UsageError` for what cannot be served."""
+    """Return the job that is asked for. Raises `UsageError` for what cannot be served."""
     chosen = carrier_facts(request.via)
     for_all, by_host = split_variables(request.variables)
     variables = read_variables(for_all, os.environ)
@@ -110,7 +110,7 @@ def _tee(request: LaunchRequest) -> str:
 def _read_place(
     request: LaunchRequest, carrier: CarrierFacts, table: RankTable | None, variables: Mapping[str, dict[str, str]]
 ) -> RemoteOptions | ThisHost:
-    """Where the job is, with what is copied to its hosts. ``variables`` are those of single hosts."""
+    """Return the hosts of the job, with what is copied to them. ``variables`` are those of single hosts."""
     where = request.where
     place = where.read(request.ranks, table, carrier, _tee(request), variables)
     if isinstance(place, ThisHost):
@@ -129,7 +129,7 @@ def _table_variables(request: LaunchRequest, table: RankTable | None) -> dict[in
 def _read_environment(
     request: LaunchRequest, carrier: CarrierFacts, variables: Mapping[str, str], by_rank: Mapping[int, dict[str, str]]
 ) -> dict[str, str]:
-    """What options other than ``-x`` put into the environment. ``by_rank`` is a rank table's, where it is of this host.
+    """Return what options other than ``-x`` put into the environment; ``by_rank`` is of a rank table for this host.
 
     Raises `UsageError` for an option that is not for the carrier.
     """
@@ -151,7 +151,7 @@ def _check_mca(words: Sequence[tuple[str, str]], carrier: CarrierFacts, on_hosts
 
 
 def _read_program(request: LaunchRequest, remote: RemoteOptions | None, environment: Mapping[str, str]) -> Program:
-    """The program, checked unless it lies where only the hosts can check it: a script need not be here, too."""
+    """Return the program, checked unless only the hosts can check it: a script need not be here, too."""
     if remote is not None and _is_there(request, remote):
         program = Program(request.kind, tuple(request.arguments))
     else:
@@ -160,7 +160,7 @@ def _read_program(request: LaunchRequest, remote: RemoteOptions | None, environm
 
 
 def _is_there(request: LaunchRequest, remote: RemoteOptions) -> bool:
-    """Whether hosts alone can tell if the program is there."""
+    """Return whether hosts alone can tell if the program is there."""
     if not request.arguments:
         return False
     name = request.arguments[0]
@@ -193,7 +193,7 @@ def check_numbers(request: LaunchRequest) -> None:
 
 
 def read_ranks(text: str | None, environment: Mapping[str, str]) -> int:
-    """``-n``; without it, or with ``auto``, one rank per visible GPU, and one where there is none."""
+    """Return the number of ``-n``; without it, or with ``auto``, one rank per visible GPU, and one without GPUs."""
     if text is None or text == "auto":
         return max(1, count_gpus(environment))
     if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) == 0:
@@ -202,7 +202,7 @@ def read_ranks(text: str | None, environment: Mapping[str, str]) -> int:
 
 
 def read_tee(text: str, ranks: int) -> frozenset[int]:
-    """``all``, ``none``, or ranks: ``0,3`` or ``0-3,7``.
+    """Return the ranks that ``all``, ``none``, ``0,3`` or ``0-3,7`` names.
 
     >>> sorted(read_tee("0-2,7", 8))
     [0, 1, 2, 7]
@@ -222,7 +222,7 @@ def read_tee(text: str, ranks: int) -> frozenset[int]:
 
 
 def read_table(request: LaunchRequest, variables: Mapping[str, str]) -> RankTable | None:
-    """The table, where one is named. ``variables`` are what ``-x`` sets for all hosts.
+    """Return the rank table, where one is named. ``variables`` are what ``-x`` sets for all hosts.
 
     Raises `UsageError` where it is broken, or the other words of the command contradict it.
     """
@@ -243,7 +243,7 @@ def read_table(request: LaunchRequest, variables: Mapping[str, str]) -> RankTabl
 
 
 def table_gpus(by_rank: Mapping[int, Mapping[str, str]], environment: Mapping[str, str]) -> str | None:
-    """The devices of a rank table as GPUs, where this host has any: local rank N is to see its own as number N."""
+    """Return the devices of a rank table as GPUs, where this host has any: local rank N sees its own as number N."""
     ids = [variables["DEVICE_ID"] for variables in by_rank.values()]
     gpus = count_gpus(environment)
     if gpus == 0:

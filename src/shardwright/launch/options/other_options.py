@@ -17,7 +17,7 @@ from shardwright.errors import UsageError
 from shardwright.launch.hosts.hosts import Hosts, is_this_host, own_slots
 from shardwright.launch.options.request import HostRequest, hosts_of_allocation
 
-Part = Literal["ranks", "ranks of a host", "hosts", "host", "address", "port", "address and port"]
+JobField = Literal["ranks", "ranks of a host", "hosts", "host", "address", "port", "address and port"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class OtherOption:
         names: how it is typed.
         of: whose it is.
         value: what follows it; empty for a flag.
-        part: what of a job it says, which `_Job` puts together.
+        part: what of a job it says, which `_JobFields` puts together.
         ours: what our own options would be in its place, by the names that they have in our command.
         word: what is said on stderr of a value that means something else here; empty for others.
         refusal: why it is not served, and what to type.
@@ -39,7 +39,7 @@ class OtherOption:
     names: tuple[str, ...]
     of: str
     value: str = ""
-    part: Part | None = None
+    part: JobField | None = None
     ours: Callable[[str], Mapping[str, Any]] | None = None
     word: Callable[[str], str] = lambda _: ""
     refusal: str = ""
@@ -162,14 +162,14 @@ _HERE = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True)
-class Typed:
+class TypedCommand:
     """The command as it was typed: the words before the program, and the program with its own."""
 
     options: tuple[str, ...]
     program: tuple[str, ...]
 
     def without_others(self) -> list[str]:
-        """Our own options."""
+        """Return our own options."""
         rest, kept = iter(self.options), []
         for word in rest:
             name, equals, _ = word.partition("=")
@@ -184,8 +184,8 @@ class Typed:
 _NAMES = {name: option for option in OTHER_OPTIONS for name in option.names}
 
 
-def in_our_words(said: Mapping[OtherOption, str], words: Mapping[str, Any], typed: Typed) -> dict[str, Any]:
-    """The ``words`` of our command with what options of others have ``said``.
+def translated(said: Mapping[OtherOption, str], words: Mapping[str, Any], typed: TypedCommand) -> dict[str, Any]:
+    """Return the ``words`` of our command with the options of others in ``said``.
 
     Raises `UsageError` for what is not served, for contradictions, and, with the command to type, for several hosts of
     which only the first is named.
@@ -196,12 +196,12 @@ def in_our_words(said: Mapping[OtherOption, str], words: Mapping[str, Any], type
     ours = dict(words)
     for option, value in said.items():
         ours |= option.ours(value) if option.ours is not None else {}
-    job = _Job(dict(_parts(said)), ours["ranks"])
+    job = _JobFields(dict(_parts(said)), ours["ranks"])
     return ours | (job.on_named(hosts, ours) if (hosts := _named(ours)) is not None else job.here(ours, typed))
 
 
-def to_be_said(said: Mapping[OtherOption, str], words: Mapping[str, Any]) -> list[str]:
-    """A line of each word that means something else here than with the launcher that it comes from."""
+def notes_on_meaning(said: Mapping[OtherOption, str], words: Mapping[str, Any]) -> list[str]:
+    """Return a line for each option that means something else here than with its own launcher."""
     lines = [option.word(value) for option, value in said.items()]
     tee, of_torchrun = words["tee"], any("torchrun" in option.of for option in said)
     if tee == "3" or (of_torchrun and tee in ("0", "1", "2")):
@@ -211,16 +211,19 @@ def to_be_said(said: Mapping[OtherOption, str], words: Mapping[str, Any]) -> lis
 
 
 def _named(words: Mapping[str, Any]) -> Hosts | None:
-    """The hosts that our own options name, or Slurm has allocated."""
+    """Return the hosts that our own options name, or Slurm has allocated."""
     if words["rank_table"] is not None:
         return None
     named, _ = HostRequest(hosts=words["hosts"], hostfile=words["hostfile"]).named(None)
     return named or hosts_of_allocation(words["allocation"], asked=words["via"] == "srun")
 
 
-def _parts(said: Mapping[OtherOption, str]) -> Iterator[tuple[Part, tuple[str, str]]]:
-    """What is said of each part of the job, and by which option. Raises `UsageError` where two do not agree."""
-    parts: dict[Part, tuple[str, str]] = {}
+def _parts(said: Mapping[OtherOption, str]) -> Iterator[tuple[JobField, tuple[str, str]]]:
+    """Yield each field of the job that options of others set, with its value and option.
+
+    Raises `UsageError` for two values.
+    """
+    parts: dict[JobField, tuple[str, str]] = {}
     for option, value in said.items():
         if option.part is None:
             continue
@@ -231,7 +234,7 @@ def _parts(said: Mapping[OtherOption, str]) -> Iterator[tuple[Part, tuple[str, s
     yield from parts.items()
 
 
-def _split(part: Part, value: str) -> list[tuple[Part, str]]:
+def _split(part: JobField, value: str) -> list[tuple[JobField, str]]:
     if part != "address and port":
         return [(part, value)]
     address, colon, port = value.rpartition(":")
@@ -240,10 +243,10 @@ def _split(part: Part, value: str) -> list[tuple[Part, str]]:
     return [("address", address.strip("[]")), ("port", port)]
 
 
-class _Job:
-    """What of a job the parts say. Attributes are None where nothing is said."""
+class _JobFields:
+    """The fields of a job that options of others set, None where they do not."""
 
-    def __init__(self, parts: Mapping[Part, tuple[str, str]], ranks: str | None) -> None:
+    def __init__(self, parts: Mapping[JobField, tuple[str, str]], ranks: str | None) -> None:
         self._parts = parts
         self.per_host = self._per_host()
         total = self._number("ranks")
@@ -256,11 +259,11 @@ class _Job:
         port = self._number("port", least=0)
         self.port = {"port": port} if port else {}  # 0 is any, as without
 
-    def _said(self, part: Part) -> str:
+    def _said(self, part: JobField) -> str:
         value, name = self._parts[part]
         return f"{name} {value}"
 
-    def _number(self, part: Part, least: int = 1) -> int | None:
+    def _number(self, part: JobField, least: int = 1) -> int | None:
         if part not in self._parts:
             return None
         value, _ = self._parts[part]
@@ -275,7 +278,7 @@ class _Job:
         return own_slots() if value == "cpu" else self._number("ranks of a host")
 
     def _hosts(self) -> tuple[int | None, int | None]:
-        """The fewest and the most hosts."""
+        """Return the fewest and the most hosts."""
         if "hosts" in self._parts:
             fewest, _, most = self._parts["hosts"][0].partition(":")
             if not all(re.fullmatch(r"[1-9][0-9]{0,4}", word) for word in (fewest, most or fewest)):
@@ -288,14 +291,14 @@ class _Job:
             return count, count
         return None, None
 
-    def here(self, words: Mapping[str, Any], typed: Typed) -> dict[str, Any]:
-        """The words of a job on this host. Raises `UsageError`, with the command to type, for one on several."""
+    def here(self, words: Mapping[str, Any], typed: TypedCommand) -> dict[str, Any]:
+        """Return the options of a job on this host. Raises `UsageError`, with a command, for several hosts."""
         elsewhere = self.address is not None and self.address not in _HERE and not is_this_host(self.address)
         if words["rank_table"] is None and ((self.hosts or 1) > 1 or self.host > 0 or elsewhere):
             raise UsageError(self._instead(typed))
         return self.port | {"ranks": self.ranks or (None if self.per_host is None else str(self.per_host))}
 
-    def _instead(self, typed: Typed) -> str:
+    def _instead(self, typed: TypedCommand) -> str:
         count = max(self.hosts or 1, self.host + 1)
         first = self.address if self.address not in (None, *_HERE) else "HOST1"
         others = [f"HOST{number}" for number in range(2, count + 1)]
@@ -315,7 +318,7 @@ class _Job:
         return f"one command starts the ranks of all hosts; type once, on any of them{complete}:\n  {command}"
 
     def on_named(self, hosts: Hosts, words: Mapping[str, Any]) -> dict[str, Any]:
-        """The words of a job on the hosts that our own options name. Raises `UsageError` where it contradicts them."""
+        """Return the options of a job on hosts that ours name. Raises `UsageError` where others contradict them."""
         if self.hosts is not None and not (self.fewest or 0) <= len(hosts) <= self.hosts:
             by = self._said("hosts") if "hosts" in self._parts else f"{self._said('ranks of a host')}, -n {self.ranks}"
             raise UsageError(f"{by}: these are {self.hosts} hosts, and {len(hosts)} are named: {hosts}")
@@ -337,7 +340,7 @@ class _Job:
         return found | {"hosts": each.to_list(), "hostfile": None}
 
 
-def split_typed(words: Sequence[str], program: Sequence[str]) -> Typed:
-    """The words of a command line, of which the last are the program."""
+def split_typed(words: Sequence[str], program: Sequence[str]) -> TypedCommand:
+    """Return the words of a command line, of which the last are the program."""
     begin = len(words) - len(program)
-    return Typed(tuple(words[:begin]), tuple(words[begin:]))
+    return TypedCommand(tuple(words[:begin]), tuple(words[begin:]))

@@ -34,7 +34,7 @@ class RestartOptions:
 
     @classmethod
     def read(cls, max_restarts: int, elastic: bool, min_ranks: int | None) -> RestartOptions:
-        """The restarts that are asked for. Raises `UsageError` for words that contradict each other."""
+        """Return the restarts that are asked for. Raises `UsageError` for words that contradict each other."""
         if max_restarts < 0:
             raise UsageError(f"--max-restarts {max_restarts} is no number of restarts; type a whole number from 0 on")
         if elastic and max_restarts == 0:
@@ -68,7 +68,7 @@ class RestartOptions:
             )
 
     def variables(self) -> dict[str, str]:
-        """torchelastic's, by which a script may know."""
+        """Return torchelastic's variables, by which a script may know."""
         return {"TORCHELASTIC_RESTART_COUNT": str(self.count), "TORCHELASTIC_MAX_RESTARTS": str(self.limit)}
 
 
@@ -82,7 +82,7 @@ _SHORTEST_LEASE_S = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class HostSettings:
-    """What holds on all hosts. ``lease_s`` is the silence after which each side gives the other up.
+    """The settings of all hosts. ``lease_s`` is the silence after which each side gives the other up.
 
     Without ``collect_logs`` the logs stay on the hosts of their ranks.
     """
@@ -109,7 +109,7 @@ class PerHost:
 
     @classmethod
     def read(cls, option: str, words: Sequence[str], hosts: Hosts) -> PerHost:
-        """The word of each host. Raises `UsageError` for a host that the job has not, and for what is said twice.
+        """Return the word of each host. Raises `UsageError` for an unknown host, and for what is said twice.
 
         >>> PerHost.read("--wdir", ["/w", "a=/v"], Hosts.from_list("a,b")).on("a")
         '/v'
@@ -174,7 +174,7 @@ class HostRequest(HostSettings):
         self, ranks: str | None, table: RankTable | None, carrier: CarrierFacts, tee: str,
         variables: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
     ) -> RemoteOptions | ThisHost:  # fmt: skip
-        """Where the job runs. ``variables`` are those that ``-x HOST:NAME=value`` gives to single hosts.
+        """Return the hosts of the job. ``variables`` are those that ``-x HOST:NAME=value`` gives to single hosts.
 
         Raises `UsageError` for words that contradict each other.
         """
@@ -220,13 +220,13 @@ class HostRequest(HostSettings):
             raise UsageError(f"--connect-timeout {self.connect_timeout_s:g} is too short; type at least 1 second")
 
     def _hosts(self, table: RankTable | None, carrier: CarrierFacts) -> tuple[Hosts | None, str]:
-        """The hosts that are named, or that Slurm has allocated, and what names them."""
+        """Return the hosts that are named, or that Slurm has allocated, and what names them."""
         if (named := self.named(table))[0] is not None:
             return named
         return hosts_of_allocation(self.allocation, asked=carrier.in_allocation), "Slurm's allocation"
 
     def named(self, table: RankTable | None) -> tuple[Hosts | None, str]:
-        """The hosts that words of the command line name, and which words."""
+        """Return the hosts that words of the command line name, and which words."""
         named = [
             (name, value)
             for name, value in (("-H", self.hosts), ("--hostfile", self.hostfile), ("--rank-table", table))
@@ -256,7 +256,7 @@ class HostRequest(HostSettings):
 
 
 def _needs_agents(hosts: Hosts, table: RankTable | None, carrier: CarrierFacts) -> bool:
-    """Whether the job is more than ranks of this host: of a rank table, all servers may be this one."""
+    """Return whether the job is more than ranks of this host: of a rank table, all servers may be this one."""
     if not carrier.here or (table is None and len(hosts) > 1):
         return True
     # The first other one suffices: finding out that a name cannot be resolved may take seconds.
@@ -271,7 +271,7 @@ def refuse_unknown(host: str, words: str, hosts: Hosts) -> None:
 
 
 def hosts_of_allocation(environment: Mapping[str, str], asked: bool = False) -> Hosts | None:
-    """The hosts of Slurm, where this is the shell or the batch script of an allocation of several, and no step of it.
+    """Return the hosts of Slurm in the shell or batch script of an allocation of several, and in no step of it.
 
     Where they are ``asked`` for, there may be one, and this may be a step, as the shells of some allocations are.
     """
@@ -283,7 +283,7 @@ def hosts_of_allocation(environment: Mapping[str, str], asked: bool = False) -> 
 
 
 def read_count(ranks: str | None) -> int | None:
-    """``-n`` where hosts have slots: None for all of them."""
+    """Return the number of ``-n`` where hosts have slots: None for all of them."""
     if ranks in (None, "auto"):
         return None
     if not re.fullmatch(r"[0-9]{1,6}", ranks) or int(ranks) == 0:

@@ -1,4 +1,4 @@
-"""Where the ranks dump their graphs, which a script or the command line of `launch` says.
+"""The folder where the ranks dump their graphs, which a script or the command line of `launch` says.
 
 The command line reaches a script in one way only, its environment; `parallelize` looks there when its own argument
 does not say.
@@ -46,7 +46,7 @@ class SaveGraphs:
     def wanted(
         argument: str | PathLike[str] | tuple[str | PathLike[str], int] | None, environment: Mapping[str, str]
     ) -> SaveGraphs | None:
-        """The ``argument`` of a script, a folder or (folder, level), or else what the command line left for it."""
+        """Return the ``argument`` of a script, a folder or (folder, level), or else the command line's."""
         if isinstance(argument, tuple):
             directory, level = argument
             return SaveGraphs(fspath(directory), level)

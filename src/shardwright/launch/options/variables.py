@@ -27,7 +27,7 @@ RANK_VARIABLES = frozenset({
 
 
 def split_variables(words: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """What all hosts have, and by host what ``-x HOST:NAME=value`` gives to one: no variable has a colon in its name.
+    """Return the words for all hosts, and by host those of ``-x HOST:NAME=value``: no name has a colon.
 
     >>> split_variables(["A=b:c", "fd00::1:A=b"])
     (['A=b:c'], {'fd00::1': ['A=b']})
@@ -45,7 +45,7 @@ def split_variables(words: Sequence[str]) -> tuple[list[str], dict[str, list[str
 
 
 def read_variables(words: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """``-x NAME=value`` sets, ``-x NAME`` passes on, ``-x PREFIX*`` passes on every variable that begins so."""
+    """Read ``-x``: ``NAME=value`` sets, ``NAME`` passes on, ``PREFIX*`` passes on all that begin so."""
     read: dict[str, str] = {}
     for word in words:
         name, equals, value = word.partition("=")
@@ -64,7 +64,7 @@ def read_variables(words: Sequence[str], environment: Mapping[str, str]) -> dict
 
 
 def visible_devices(devices: str | None, environment: Mapping[str, str]) -> dict[str, str]:
-    """``--devices 4,5`` as CUDA_VISIBLE_DEVICES. Where that is set already, only devices that it has may be named."""
+    """Return ``--devices 4,5`` as CUDA_VISIBLE_DEVICES, within those that it has where it is set already."""
     if devices is None:
         return {}
     names = [name.strip() for name in devices.split(",")]
@@ -82,7 +82,7 @@ def visible_devices(devices: str | None, environment: Mapping[str, str]) -> dict
 
 
 def read_backend(backend: str | None, carrier: CarrierFacts) -> dict[str, str]:
-    """``--backend`` as the variable that sw.init() reads. Raises `UsageError` where the carrier cannot start its ranks.
+    """Return ``--backend`` as the variable of sw.init(). Raises `UsageError` where the carrier cannot start it.
 
     >>> from shardwright.launch.options.carrier_facts import SSH
     >>> read_backend("gloo", SSH)
@@ -96,7 +96,7 @@ def read_backend(backend: str | None, carrier: CarrierFacts) -> dict[str, str]:
 
 
 def wrong_on_this_host(environment: Mapping[str, str], among_hosts: bool) -> list[str]:
-    """What of the environment of ranks does not fit the host that this runs on, a line for each.
+    """Return a line for each variable of ranks that does not fit the host that this runs on.
 
     Within one host without GPUs nobody reads what is meant for NCCL. Between hosts it is looked at in any case.
     """

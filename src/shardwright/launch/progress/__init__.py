@@ -1,1 +1,1 @@
-"""What ranks have told of their steps, read again: while the job runs, and afterwards."""
+"""The reports of ranks on their steps, read again: while the job runs, and afterwards."""

@@ -17,8 +17,8 @@ _HEAD_BYTES, _TAIL_BYTES = 1 << 16, 1 << 16  # what is read of a long file that 
 _PIECE_BYTES = 1 << 16  # what is read at once, and how long a line may be before it is cut
 
 
-class ToldPlan(TypedDict, total=False):
-    """What a plan lets expect of a step."""
+class PlanReport(TypedDict, total=False):
+    """The step that a plan expects."""
 
     mode: str
     mesh: str
@@ -29,20 +29,20 @@ class ToldPlan(TypedDict, total=False):
     held_bytes: float | None
 
 
-class ToldValidation(TypedDict, total=False):
-    """What a validation has found."""
+class ValidationReport(TypedDict, total=False):
+    """The result of a validation."""
 
     loss: float | None
     metrics: dict[str, Any] | None
 
 
-class ToldLine(TypedDict, total=False):
-    """What a line of a rank may say: of an attempt, a plan, a validation, what is waited for, or steps (`StepLine`)."""
+class ReportLine(TypedDict, total=False):
+    """A line of a rank: of an attempt, a plan, a validation, a task that takes long, or steps (`StepLine`)."""
 
     time_s: float
     attempt: int
-    plan: ToldPlan | None
-    validation: ToldValidation | None
+    plan: PlanReport | None
+    validation: ValidationReport | None
     doing: str
     step: int
     steps: int
@@ -56,7 +56,7 @@ class ToldLine(TypedDict, total=False):
 
 
 class StateLine(TypedDict, total=False):
-    """What the launcher writes of ranks: that an attempt begins, or what has become of one."""
+    """A line of the launcher: the beginning of an attempt, or the new state of a rank."""
 
     time_s: float
     attempt: int
@@ -88,7 +88,7 @@ class StepLine:
     wire: Mapping[str, int] | None = None
 
     @classmethod
-    def of(cls, line: ToldLine) -> StepLine | None:
+    def of(cls, line: ReportLine) -> StepLine | None:
         """Return None for a line that is about something else, or of another version."""
         known = {name: value for name, value in line.items() if name in cls.__dataclass_fields__}
         with contextlib.suppress(SchemaError):
@@ -126,7 +126,7 @@ class StepLine:
 
 
 def together(lines: Sequence[StepLine]) -> StepLine:
-    """One line for several, in order, at least one."""
+    """Return one line for several, in order, at least one."""
     last, known = lines[-1], [line.communicating_s for line in lines if line.communicating_s is not None]
     return StepLine(
         last.time_s,
@@ -142,7 +142,7 @@ def together(lines: Sequence[StepLine]) -> StepLine:
 
 
 class GrowingFile:
-    """A file of lines that somebody else goes on writing. ``all``: also what is neither its beginning nor its end."""
+    """A file of lines that somebody else goes on writing; ``all`` reads also between its beginning and its end."""
 
     def __init__(self, path: Path, all: bool = False) -> None:
         self.path = path
@@ -152,7 +152,7 @@ class GrowingFile:
         self._rest = b""
 
     def new(self) -> list[bytes]:
-        """The whole lines that have come since the last time; none where the file cannot be read."""
+        """Return the whole lines that have come since the last time; none where the file cannot be read."""
         found: list[bytes] = []
         try:
             with self.path.open("rb") as file:
@@ -173,7 +173,7 @@ class GrowingFile:
         return found
 
     def _lines(self, data: bytes) -> list[bytes]:
-        """The lines that end in ``data``; one without an end is cut, so that it takes no memory without bounds."""
+        """Return the lines that end in ``data``; one without an end is cut, so that memory is bounded."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) >= _PIECE_BYTES:
             lines, self._rest = [*lines, self._rest], b""
@@ -181,7 +181,7 @@ class GrowingFile:
 
 
 def objects(lines: Sequence[bytes], kind: type[T], damaged: Callable[[str], object] = lambda why: None) -> Iterator[T]:
-    """Yield what lines of JSON say; ``damaged`` is told of others, such as half of one, why they are left out."""
+    """Yield the values of lines of JSON; ``damaged`` is told why others, such as half of one, are left out."""
     for line in lines:
         try:
             value = from_json(line, kind)
@@ -191,9 +191,9 @@ def objects(lines: Sequence[bytes], kind: type[T], damaged: Callable[[str], obje
             yield value
 
 
-def doing_of(lines: bytes) -> str | None:
-    """What a rank says that people wait for, the last in these lines; None where they are about something else."""
+def current_task(lines: bytes) -> str | None:
+    """Return the task that a rank is busy with, the last in these lines; None where they are about something else."""
     if b'"doing"' not in lines:
         return None
-    said = [value["doing"] for value in objects(lines.splitlines(), ToldLine) if "doing" in value]
+    said = [value["doing"] for value in objects(lines.splitlines(), ReportLine) if "doing" in value]
     return said[-1] if said else None

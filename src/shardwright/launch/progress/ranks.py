@@ -1,4 +1,4 @@
-"""The ranks of a job as its folder shows them, from one look to the next."""
+"""A job at one moment, as its folder shows it, from one look to the next; over ssh it travels as JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,15 @@ from shardwright.launch.host.protocol import STREAMS
 from shardwright.launch.joblog.job import RUNNING, JobFolder, JobState
 from shardwright.launch.joblog.judge import signal_name
 from shardwright.launch.joblog.logs import RANKS_FILE, STEPS_FILE
-from shardwright.launch.progress.lines import GrowingFile, StateLine, StepLine, ToldLine, ToldPlan, objects, together
+from shardwright.launch.progress.lines import (
+    GrowingFile,
+    PlanReport,
+    ReportLine,
+    StateLine,
+    StepLine,
+    objects,
+    together,
+)
 
 STOPPED, ENDED = "stopped", "ended"
 _RECENT_S = 10.0  # over which numbers are means
@@ -26,7 +34,7 @@ _LOG_LINES, _LOG_BYTES = 40, 300
 
 @dataclass(frozen=True)
 class RankState:
-    """What the launcher says of a rank: ``detail`` is the signal that stopped it, or its exit code, in words."""
+    """The state of a rank as the launcher wrote it: ``detail`` is its signal, or its exit code, in words."""
 
     state: str = ""
     time_s: float = 0.0
@@ -36,8 +44,8 @@ class RankState:
 
 
 @dataclass(frozen=True)
-class RankSeen:
-    """A rank: its state, and its steps of the last seconds as one line, where it has told of any; when that changed."""
+class RankSnapshot:
+    """A rank: its state, its steps of the last seconds as one line, if any, and when they were written."""
 
     rank: int
     state: RankState
@@ -47,8 +55,8 @@ class RankSeen:
     doing: str = ""  # what people wait for, where it tells of that
 
 
-class States:
-    """The states of the ranks, by what the launcher has written; those of the last attempt."""
+class RankStates:
+    """The states of the ranks in the last attempt, as the launcher has written them."""
 
     def __init__(self, path: Path) -> None:
         self._file = GrowingFile(path, all=True)
@@ -69,18 +77,18 @@ def _after(before: RankState, line: StateLine) -> RankState:
     return RankState(line.get("state", ""), line.get("time_s", 0.0), host, pid, detail)
 
 
-class Steps:
+class RankSteps:
     """The last steps of one rank, in its last attempt."""
 
     def __init__(self, folder: JobFolder, rank: int) -> None:
         self._rank, self._file = rank, GrowingFile(folder.rank(rank) / STEPS_FILE)
         self._lines: deque[StepLine] = deque(maxlen=_LINES)
         self._wires: deque[StepLine] = deque(maxlen=2)
-        self.plan: ToldPlan | None = None
+        self.plan: PlanReport | None = None
         self._doing = ""
 
     def look(self) -> None:
-        for value in objects(self._file.new(), ToldLine):
+        for value in objects(self._file.new(), ReportLine):
             if "attempt" in value:
                 self._lines.clear()
                 self._wires.clear()
@@ -92,9 +100,9 @@ class Steps:
                 if line.wire is not None:
                     self._wires.append(line)
 
-    def seen(self, state: RankState) -> RankSeen:
+    def seen(self, state: RankState) -> RankSnapshot:
         doing = "" if state.state == ENDED else self._doing
-        return RankSeen(self._rank, state, self._line(), self._file.changed_s, self._wire(), doing)
+        return RankSnapshot(self._rank, state, self._line(), self._file.changed_s, self._wire(), doing)
 
     def _line(self) -> StepLine | None:
         if not self._lines:
@@ -103,7 +111,7 @@ class Steps:
         return together([line for line in self._lines if line.time_s > since_s] or [self._lines[-1]])
 
     def _wire(self) -> Mapping[str, float] | None:
-        """Bytes a second between the last two readings."""
+        """Return the bytes per second between the last two readings."""
         if len(self._wires) < 2:
             return None
         before, after = self._wires
@@ -113,8 +121,8 @@ class Steps:
         return {name: max(0, count - before.wire.get(name, count)) / seconds for name, count in after.wire.items()}
 
 
-class Logs:
-    """The last lines that ranks have written, whoever wrote them."""
+class LogTails:
+    """The last lines that ranks have written."""
 
     def __init__(self, folder: JobFolder) -> None:
         self._folder = folder
@@ -132,25 +140,25 @@ class Logs:
 
 
 class FolderRanks:
-    """All ranks of the job in ``folder``, which keeps where it has read to."""
+    """All ranks of the job in ``folder``, with the positions up to which its files were read."""
 
     def __init__(self, folder: JobFolder) -> None:
         self._folder = folder
-        self._states, self._logs = States(folder.path / RANKS_FILE), Logs(folder)
-        self._steps: dict[int, Steps] = {}
+        self._states, self._logs = RankStates(folder.path / RANKS_FILE), LogTails(folder)
+        self._steps: dict[int, RankSteps] = {}
 
     def look(self) -> None:
         self._states.look()
         for rank in self._states.by_rank:
-            self._steps.setdefault(rank, Steps(self._folder, rank)).look()
+            self._steps.setdefault(rank, RankSteps(self._folder, rank)).look()
         self._logs.look(len(self._states.by_rank))
 
-    def seen(self) -> tuple[RankSeen, ...]:
+    def seen(self) -> tuple[RankSnapshot, ...]:
         return tuple(self._steps[rank].seen(state) for rank, state in self._states.by_rank.items())
 
     @property
-    def plan(self) -> ToldPlan | None:
-        """What the plan lets expect; rank 0 tells of it."""
+    def plan(self) -> PlanReport | None:
+        """The expectation of the plan, which rank 0 reports."""
         return self._steps[0].plan if 0 in self._steps else None
 
     @property
@@ -165,14 +173,16 @@ _QUIET_S, _QUIET_STEPS = 20.0, 4
 
 @dataclass(frozen=True)
 class Snapshot:
-    """``plan`` is what the plan lets expect of a step, ``log`` the last lines of ranks; ``now_s`` is by the clock of
-    the launcher's host, as all times are.
+    """A job at a moment.
+
+    ``plan`` is what the plan expects of a step, ``log`` the last lines of ranks; all times are by the clock of the
+    launcher's host.
     """
 
     name: str
     state: JobState
     now_s: float
-    ranks: tuple[RankSeen, ...]
+    ranks: tuple[RankSnapshot, ...]
     plan: Mapping[str, Any] | None
     log: tuple[tuple[int, str], ...]
 
@@ -181,7 +191,7 @@ class Snapshot:
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> Snapshot:
-        """Raises `KeyError` or `TypeError` where the message has another form."""
+        """Return the snapshot. Raises `KeyError` or `TypeError` where the message has another form."""
         ranks = tuple(_rank(entry) for entry in message["ranks"])
         log = tuple((int(rank), str(text)) for rank, text in message["log"])
         return cls(**{**message, "state": JobState(**message["state"]), "ranks": ranks, "log": log})
@@ -192,20 +202,20 @@ class Snapshot:
 
     @property
     def first(self) -> StepLine | None:
-        """What the first rank tells that tells of anything: the loss is the same on all."""
+        """The line of the first rank that has reported any: the loss is the same on all."""
         return next((seen.line for seen in self.ranks if seen.line is not None), None)
 
     @property
     def doing(self) -> str:
-        """What people wait for, in words; empty where the ranks do their steps."""
+        """The task that ranks are busy with, in words; empty where they do their steps."""
         return next((seen.doing for seen in self.ranks if seen.doing), "") if self.runs else ""
 
     def marks(self) -> dict[int, str]:
-        """What is odd about ranks, in words: who is stopped, holds the others up, or is quiet for long."""
+        """Return what is odd about ranks, in words: who is stopped, holds the others up, or is quiet for long."""
         found = {seen.rank: mark for seen in self.ranks if (mark := self._mark(seen))}
         return dict(sorted((self._slow() | found).items()))
 
-    def _mark(self, seen: RankSeen) -> str:
+    def _mark(self, seen: RankSnapshot) -> str:
         if seen.state.state == STOPPED:
             return f"stopped ({seen.state.detail})"
         if seen.state.state == ENDED:
@@ -216,7 +226,7 @@ class Snapshot:
         return f"quiet {quiet_s:.0f} s" if quiet_s > _QUIET_S + _QUIET_STEPS * (seen.line.step_s or 0.0) else ""
 
     def _slow(self) -> dict[int, str]:
-        """The ranks for which others wait: they take longer for what each does alone."""
+        """Return the ranks for which others wait: they take longer for what each does alone."""
         own = {seen.rank: seen.line.own_s for seen in self.ranks if seen.line is not None}
         known = {rank: seconds for rank, seconds in own.items() if seconds is not None}
         found = {}
@@ -227,8 +237,8 @@ class Snapshot:
         return found
 
 
-class Watched:
-    """The folder of a job, looked at again and again. Raises `UsageError` where it is none, or cannot be read."""
+class WatchedJob:
+    """The folder of a job, read again and again. Raises `UsageError` where it is none, or cannot be read."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = JobFolder(folder)
@@ -242,6 +252,6 @@ class Watched:
         return Snapshot(self._folder.name, state, time.time(), self._ranks.seen(), self._ranks.plan, self._ranks.log)
 
 
-def _rank(entry: Mapping[str, Any]) -> RankSeen:
+def _rank(entry: Mapping[str, Any]) -> RankSnapshot:
     line = None if entry["line"] is None else StepLine(**entry["line"])
-    return RankSeen(**{**entry, "state": RankState(**entry["state"]), "line": line})
+    return RankSnapshot(**{**entry, "state": RankState(**entry["state"]), "line": line})

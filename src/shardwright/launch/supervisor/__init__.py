@@ -1,1 +1,1 @@
-"""What stands above the ranks of one host: starting, binding, watching and ending them."""
+"""The process above the ranks of one host, which starts, binds, watches and ends them."""

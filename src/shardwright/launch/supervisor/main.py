@@ -36,8 +36,9 @@ _CHUNK_BYTES = 1 << 16
 
 
 def _read_start(orders: int, decoder: Decoder[Start | Order]) -> Start:
-    """The launcher's first order. Ends this process where the launcher ended before the kernel was asked to tell of
-    that.
+    """Return the launcher's first order.
+
+    Ends this process where the launcher ended before the kernel was asked to signal that.
     """
     poll = select.poll()
     poll.register(orders, 0)
@@ -60,7 +61,7 @@ def main() -> None:
     pulses = open_pulses(start, events)
     if start.carrier:
         # From a zip file this would be compiled each time, and few jobs need it.
-        from shardwright.launch.supervisor.carried import supervise
+        from shardwright.launch.supervisor.mpirun_ranks import supervise
 
         supervise(start, orders, events, decoder, pulses)
     preload = start.preload and zygote.can_preload(start.program)

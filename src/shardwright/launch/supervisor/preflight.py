@@ -1,4 +1,4 @@
-"""What is asked of a host before a job starts there, by the agent on that host: everything at once.
+"""The checks of a host before a job starts there, all at once, by the agent on that host.
 
 Each problem is a line that says what was found and what to type. Nothing of it imports torch.
 """
@@ -27,7 +27,7 @@ _SCRATCH_BYTES = 1 << 20
 
 
 def introduce(scratch: Path) -> Hello:
-    """The first words of an agent. ``scratch`` is the folder that the job has on this host."""
+    """Return the first message of an agent. ``scratch`` is the folder that the job has on this host."""
     return Hello(
         sys.version.split()[0], sys.executable, own_slots(), count_gpus({}), socket.gethostname(), os.fspath(scratch)
     )
@@ -36,8 +36,7 @@ def introduce(scratch: Path) -> Hello:
 def check(
     order: Check, environment: Mapping[str, str], scratch: Path
 ) -> tuple[Checked, PortLease | None, socket.socket | None]:
-    """Look what is in the way. Returns the answer; on the first host also the port where the ranks meet, and a socket
-    on which others try to reach it.
+    """Return the problems and facts of this host; on the first host also its port, and a socket for trials of others.
 
     Changes into the working directory, which the order must have.
     """
@@ -71,7 +70,7 @@ def check(
 
 
 def version(name: str, folders: list[str]) -> str | None:
-    """The version of an installed package, which is not imported. None where there is none."""
+    """Return the version of an installed package, which is not imported. None where there is none."""
     distribution = next(iter(importlib.metadata.distributions(name=name, path=folders)), None)
     return distribution.version if distribution is not None else None
 

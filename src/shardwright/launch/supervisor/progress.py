@@ -1,4 +1,4 @@
-"""Whether the ranks of one host get on, as their supervisor sees it, and where they are when it is asked.
+"""Signs of life of the ranks of one host, and their stacks when the launcher asks for them.
 
 A sign of life is a byte of output, or a pulse that has moved: a step, or a collective of shardwright's. The launcher,
 which sees the ranks of all hosts, decides when they have been quiet for too long (`stall`).
@@ -15,8 +15,9 @@ from shardwright.launch.hangs.stacks import Target, encode_observations, observe
 
 
 class Progress:
-    """Whether ranks get on. ``stall_s`` is after how long a silence somebody will ask; ``wake`` ends the wait of the
-    supervisor's loop.
+    """The signs of life of ranks.
+
+    ``stall_s`` is the silence after which the launcher will ask; ``wake`` ends the wait of the supervisor's loop.
     """
 
     def __init__(self, stall_s: float, pulses: Mapping[int, PulseFile], wake: Callable[[], object]) -> None:
@@ -30,11 +31,11 @@ class Progress:
         self._answer: bytes | None = None
 
     def heard(self) -> None:
-        """A rank has written something."""
+        """Note that a rank has written something."""
         self._moved_s = time.monotonic()
 
     def look(self) -> bool:
-        """Look at the pulses, if it is time to. Returns whether one has moved since the last look."""
+        """Read the pulses, if it is time to. Returns whether one has moved since the last look."""
         now_s = time.monotonic()
         if now_s < self._looked_s + self.interval_s:
             return False
@@ -46,7 +47,7 @@ class Progress:
         return moved
 
     def ask(self, targets: Mapping[int, Target]) -> None:
-        """Begin to find out where the ranks are, which takes seconds in which the supervisor goes on."""
+        """Begin to observe the ranks, which takes seconds in which the supervisor goes on."""
         if self._asked is None or not self._asked.is_alive():
             self._quiet_s = time.monotonic() - self._moved_s
             self._asked = threading.Thread(target=self._observe, args=(dict(targets),), daemon=True)
@@ -57,6 +58,6 @@ class Progress:
         self._wake()
 
     def take_answer(self) -> tuple[float, bytes] | None:
-        """The answer, once it is there: for how long it had been quiet when somebody asked, and the observations."""
+        """Return, once, for how long it had been quiet when somebody asked, and the observations."""
         answer, self._answer = self._answer, None
         return None if answer is None else (self._quiet_s, answer)

@@ -1,4 +1,4 @@
-"""How a rank comes to be: what it takes on its host, the fork, and what of the supervisor the child lays down."""
+"""The start of a rank: the files that it takes, the fork, its cores, and what the child lays down of the supervisor."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class RankProcess:
 
 
 def error_file(variables: Mapping[str, str]) -> Path | None:
-    """Where a rank with these variables writes down its error."""
+    """Return the file in which a rank with these variables writes its error."""
     name = variables.get("TORCHELASTIC_ERROR_FILE")
     return Path(name) if name else None
 
@@ -90,7 +90,7 @@ def why_no_torch(message: str) -> str:
 
 
 def open_pulses(start: Start, events: int) -> dict[int, PulseFile]:
-    """A pulse for each rank, which is told where to find its own; none where nobody waits for them."""
+    """Open a pulse for each rank, which is told where to find its own; none where nobody waits for them."""
     pulses: dict[int, PulseFile] = {}
     if start.stall_s is None:
         return pulses
@@ -104,8 +104,9 @@ def open_pulses(start: Start, events: int) -> dict[int, PulseFile]:
 
 
 def open_steps(start: Start) -> tuple[dict[int, int], list[int]]:
-    """The reading end of the pipe in which each rank tells of its steps, and the writing ends, which stay open here:
-    a rank opens one by its path. Where not as many files as the ranks take may be open beside them nothing is told.
+    """Return the reading ends of the pipes in which ranks report steps, and the writing ends, which stay open here.
+
+    A rank opens one by its path. Where too many files would be open nothing is reported.
     """
     reading: dict[int, int] = {}
     writing: list[int] = []
@@ -124,9 +125,7 @@ def open_steps(start: Start) -> tuple[dict[int, int], list[int]]:
 
 
 def check_open_files(start: Start, events: int) -> None:
-    """Refuse to start where not as many may be open as it takes: then not even the end of ranks that have started could
-    be watched.
-    """
+    """End this process where too few files may be open: then not even the end of ranks could be watched."""
     taken = _taken(start)
     try:
         with _held_open(taken):
@@ -141,13 +140,13 @@ def check_open_files(start: Start, events: int) -> None:
 
 
 def _taken(start: Start) -> int:
-    """How many files are open for the ranks; those of a carrier find theirs by path, for which both ends stay open."""
+    """Return the number of files that the ranks take; mpirun's find theirs by path, for which both ends stay open."""
     return len(start.ranks) * len(STREAMS) * (2 if start.carrier else 1) + _SPARE_FILES
 
 
 @contextlib.contextmanager
 def _held_open(files: int) -> Iterator[None]:
-    """So many files are open inside. Raises `OSError` where they cannot be."""
+    """Hold so many files open. Raises `OSError` where they cannot be."""
     held: list[int] = []
     try:
         for _ in range(files):
@@ -197,7 +196,7 @@ def bind(variables: Mapping[str, str], gpus: int) -> None:
 def near_gpu(
     cores: Sequence[int], local_rank: int, ranks: int, environment: Mapping[str, str], root: Path = Path("/")
 ) -> list[int]:
-    """The share of a rank in the cores near its GPU, which it has in common with ranks whose GPUs are near the same."""
+    """Return a rank's share of the cores near its GPU, common to ranks whose GPUs are near the same."""
     near = [cores_near(rank, environment, root) & set(cores) for rank in range(ranks)]
     if not near[local_rank] or any(a != b and a & b for a in near for b in near):
         return []
@@ -207,7 +206,7 @@ def near_gpu(
 
 
 def share(cores: Sequence[int], local_rank: int, ranks: int) -> list[int]:
-    """The cores of a rank; none where one rank, or one core, would have more of the others than the next.
+    """Return the cores of a rank; none where one rank, or one core, would have more of the others than the next.
 
     >>> share([0, 1, 2, 3, 4], 1, 2), share([0, 1], 5, 8), share([0, 1], 0, 3)
     ([2, 3], [1], [])
@@ -219,7 +218,7 @@ def share(cores: Sequence[int], local_rank: int, ranks: int) -> list[int]:
 
 
 def in_order(cores: set[int]) -> list[int]:
-    """The cores with neighbours side by side: the threads of one core side by side, and the cores of one package."""
+    """Return the cores with those of one core, and of one package, side by side."""
     return sorted(cores, key=lambda core: (_number(core, "physical_package_id"), _number(core, "core_id"), core))
 
 

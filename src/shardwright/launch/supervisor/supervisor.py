@@ -21,8 +21,6 @@ from shardwright.launch.host.memory_kills import MemoryKills
 from shardwright.launch.host.processes import descendants, kill_all, name_of, send_signal
 from shardwright.launch.host.protocol import (
     STREAMS,
-    AskErrors,
-    AskStacks,
     Continued,
     End,
     Ended,
@@ -30,16 +28,18 @@ from shardwright.launch.host.protocol import (
     Event,
     Exited,
     Kill,
-    Left,
+    LeftoverProcesses,
     Order,
     Output,
     Progressed,
+    RequestErrors,
+    RequestStacks,
     Signal,
     Stacks,
     Start,
     Started,
+    StepsReported,
     Stopped,
-    Told,
 )
 from shardwright.launch.host.stream import Decoder, Writer, encode
 from shardwright.launch.joblog.judge import read_error_file
@@ -140,9 +140,9 @@ class Supervisor:
     def _follow(self, data: bytes) -> None:
         for order in self.decoder.feed(data):
             match order:
-                case AskErrors():
+                case RequestErrors():
                     self._tell(Errors(self._errors()))
-                case AskStacks() if self.progress is not None:
+                case RequestStacks() if self.progress is not None:
                     living = {rank: process for rank, process in self.ranks.items() if not process.ended}
                     self.progress.ask({r: Target(p.pid, p.pulse, p.stopped_by) for r, p in living.items()})
                 case Signal(signum):
@@ -197,7 +197,7 @@ class Supervisor:
         if data:
             if self.progress is not None:
                 self.progress.heard()
-            self._tell(Told(rank, data) if stream == STEPS else Output(rank, stream, data))
+            self._tell(StepsReported(rank, data) if stream == STEPS else Output(rank, stream, data))
             return True
         if self.reading:
             self.selector.unregister(pipes[stream])
@@ -205,7 +205,7 @@ class Supervisor:
         return False
 
     def _drain(self, rank: int) -> None:
-        """Pass on what a rank left in its pipes: as much as they hold at most, since its children may go on writing."""
+        """Pass on the rest of a rank's pipes, as much as they hold at most: its children may go on writing."""
         for stream in (STEPS, *STREAMS):
             for _ in range(32):
                 if not self._relay(rank, stream):
@@ -250,7 +250,7 @@ class Supervisor:
         self._tell(Exited(rank, code, ended_s, process.signalled, out_of_memory, _error_of(process)))
 
     def _errors(self) -> tuple[tuple[int, str, float], ...]:
-        """What ranks have written down that have failed and not ended yet."""
+        """Return the errors that ranks which have not ended yet have written down."""
         living = [(rank, process) for rank, process in self.ranks.items() if not process.ended]
         return tuple((rank, *error) for rank, process in living if (error := _error_of(process)))
 
@@ -291,7 +291,7 @@ class Supervisor:
             left = descendants(os.getpid(), without={process.pid for process in self._living()}) - ending.told
             ending.told |= left
             if left:
-                self._tell(Left({str(pid): name_of(pid) for pid in left}))
+                self._tell(LeftoverProcesses({str(pid): name_of(pid) for pid in left}))
             for pid in left:
                 send_signal(pid, signal.SIGTERM)
                 send_signal(pid, signal.SIGCONT)

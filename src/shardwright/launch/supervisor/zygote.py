@@ -60,7 +60,7 @@ def _preload_training(packed: bool) -> None:
 
 
 def trains(program: Program) -> bool:
-    """Whether a program trains, as far as its own source tells. To find the source of a module may be to import it."""
+    """Return whether a program trains, as far as its own source tells. To find that of a module may be to import it."""
     if program.kind == "module":
         return program.arguments[0].partition(".")[0] == "shardwright"
     try:
@@ -72,8 +72,9 @@ def trains(program: Program) -> bool:
 
 
 def can_preload(program: Program) -> bool:
-    """Whether ranks of the program can be forked: a directory or an archive with a ``__main__`` is left to the
-    interpreter, and so is what is not Python.
+    """Return whether ranks of the program can be forked.
+
+    A directory or an archive with a ``__main__`` is left to the interpreter, and so is what is not Python.
     """
     if program.kind == "script":
         return os.path.isfile(program.arguments[0]) and not _is_archive(program.arguments[0])
@@ -157,8 +158,9 @@ def _hide_our_frames(error: BaseException) -> None:
 
 
 def _write_error_file(error: Exception, happened_s: float) -> None:
-    """Write the error down in torchelastic's format, unless the script wrote it itself: the launcher orders failures by
-    its time. The file is there whole or not at all, since others may fail meanwhile, and the launcher then reads it.
+    """Write the error in torchelastic's format, unless the script did: the launcher orders failures by its time.
+
+    The file is there whole or not at all, since others may fail meanwhile, and the launcher then reads it.
     """
     message = {
         "message": f"{type(error).__name__}: {error}",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from shardwright.cluster.doctor.checks import environment, gpus, infiniband, machine, network, npus, software
+from shardwright.cluster.doctor.checks import environment, gpus, infiniband, machine, network, software
 
 CHECKS = (
-    *software.CHECKS, *gpus.CHECKS, *npus.CHECKS, *infiniband.CHECKS, *environment.CHECKS, *network.CHECKS,
+    *software.CHECKS, *gpus.CHECKS, *infiniband.CHECKS, *environment.CHECKS, *network.CHECKS,
     *machine.CHECKS,
 )  # fmt: skip

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from statistics import median_low
 from typing import Any
 
-from shardwright.cluster.doctor import wanted
+from shardwright.cluster.doctor import sources
 from shardwright.cluster.doctor.checks.gpus import gpus
 from shardwright.cluster.doctor.checks.network import Interface, interfaces, unreached
-from shardwright.cluster.doctor.checks.packages import install, pip
-from shardwright.cluster.doctor.checks.software import numbers
-from shardwright.cluster.doctor.finding import MISREAD, Finding, Found, Severity, misread, ok, problem, warning
-from shardwright.cluster.doctor.reach import Cluster, Way, addresses_of
-from shardwright.cluster.doctor.reading import Reading, plain, typed
+from shardwright.cluster.doctor.checks.software import install, numbers, pip
+from shardwright.cluster.doctor.finding import MISREAD, Finding, HostFinding, Severity, misread, ok, problem, warning
+from shardwright.cluster.doctor.reach import Cluster, Route, addresses_of
+from shardwright.cluster.doctor.reading import HostReading, plain, typed
 from shardwright.launch.carriers.agent_connection import pip_words
 from shardwright.launch.hosts.rank_table import is_address
 
@@ -29,41 +28,41 @@ class Drift:
     """Something that is to be the same on all hosts: what it is on one, how bad a difference is, and what to type."""
 
     name: str
-    value: Callable[[Reading], str | None]
+    value: Callable[[HostReading], str | None]
     severity: Severity
-    remedy: Callable[[Reading, str], tuple[str, ...]]
+    remedy: Callable[[HostReading, str], tuple[str, ...]]
 
 
-def _pip_same(name: str) -> Callable[[Reading, str], tuple[str, ...]]:
+def _pip_same(name: str) -> Callable[[HostReading, str], tuple[str, ...]]:
     return lambda reading, version: (pip(reading, *pip_words(name, version)),)
 
 
-def _installed(need: str) -> Callable[[Reading, str], tuple[str, ...]]:
+def _installed(need: str) -> Callable[[HostReading, str], tuple[str, ...]]:
     return lambda reading, _: install(reading, need)
 
 
-def _by_hand(text: str) -> Callable[[Reading, str], tuple[str, ...]]:
+def _by_hand(text: str) -> Callable[[HostReading, str], tuple[str, ...]]:
     return lambda _, expected: (f"# {text.format(plain(expected))}",)
 
 
-def _driver_same(reading: Reading, version: str) -> tuple[str, ...]:
+def _driver_same(reading: HostReading, version: str) -> tuple[str, ...]:
     return install(reading, "driver", str(numbers(version)[0]))
 
 
-def _nccl_same(reading: Reading, version: str) -> tuple[str, ...]:
+def _nccl_same(reading: HostReading, version: str) -> tuple[str, ...]:
     package = reading.fact("nccl", dict)["package"]
-    return (pip(reading, *pip_words(package, version)),) if package in wanted.PACKAGES else ()
+    return (pip(reading, *pip_words(package, version)),) if package in sources.PACKAGES else ()
 
 
-def _driver(reading: Reading) -> str | None:
+def _driver(reading: HostReading) -> str | None:
     return next((gpu.driver for gpu in gpus(reading)), None)
 
 
-def _mpi(reading: Reading) -> str | None:
-    return next(iter((reading.ran(wanted.MPIRUN) or "").splitlines()), None)
+def _mpi(reading: HostReading) -> str | None:
+    return next(iter((reading.ran(sources.MPIRUN) or "").splitlines()), None)
 
 
-def _nccl(reading: Reading) -> str | None:
+def _nccl(reading: HostReading) -> str | None:
     found = reading.facts.get("nccl")
     return str(found["version"]) if isinstance(found, dict) else None
 
@@ -84,8 +83,8 @@ DRIFTS = (
 )  # fmt: skip
 
 
-def check_between(cluster: Cluster) -> list[Found]:
-    """All findings between the hosts of a cluster, and of those that say nothing."""
+def check_between(cluster: Cluster) -> list[HostFinding]:
+    """Return all findings between the hosts of a cluster, and of those that do not answer."""
     found = [_found("reached", unreached(why, name), name) for name, why in cluster.silent.items()]
     if len(cluster.readings) > 1:
         for name, check in _CHECKS.items():
@@ -96,17 +95,17 @@ def check_between(cluster: Cluster) -> list[Found]:
     return found
 
 
-def _found(name: str, finding: Finding, *hosts: str) -> Found:
-    return Found(GROUP, name, hosts, finding)
+def _found(name: str, finding: Finding, *hosts: str) -> HostFinding:
+    return HostFinding(GROUP, name, hosts, finding)
 
 
 def _most(values: Mapping[str, Any]) -> Any:
-    """The most common value; of equally common ones that of the first host."""
+    """Return the most common value; of equally common ones that of the first host."""
     return Counter(values.values()).most_common(1)[0][0]
 
 
-def versions(cluster: Cluster) -> Iterator[Found]:
-    """What is to be the same on all hosts, and is not."""
+def versions(cluster: Cluster) -> Iterator[HostFinding]:
+    """Yield the versions that are to be the same on all hosts, and are not."""
     same = []
     for drift in DRIFTS:
         values: dict[str, str] = {}
@@ -133,8 +132,8 @@ def versions(cluster: Cluster) -> Iterator[Found]:
         yield _found("versions", ok(f"the same everywhere: {', '.join(same)}"), *cluster.readings)
 
 
-def clocks(cluster: Cluster) -> Iterator[Found]:
-    """Each clock against that in the middle."""
+def clocks(cluster: Cluster) -> Iterator[HostFinding]:
+    """Compare each clock with that in the middle."""
     ahead = {name: seconds for name, seconds in cluster.ahead_s.items() if name in cluster.readings}
     if not ahead:
         return
@@ -157,13 +156,13 @@ def clocks(cluster: Cluster) -> Iterator[Found]:
 
 
 def _tried(cluster: Cluster, every: str, some: str) -> str:
-    """What is said of all ways between hosts, or of `some` where not each one was tried."""
+    """Return a text about all routes between hosts, or about `some` where not each one was tried."""
     count = len(cluster.readings)
     ways = count * (count - 1)
     return every if len(cluster.ways) == ways else f"{some} ({len(cluster.ways)} of {ways} ways)"
 
 
-def _names(cluster: Cluster) -> Iterator[Found]:
+def _names(cluster: Cluster) -> Iterator[HostFinding]:
     """Each host knows the names of the others, by addresses that are theirs."""
     bad = False
     for (here, there), way in cluster.ways.items():
@@ -181,7 +180,7 @@ def _names(cluster: Cluster) -> Iterator[Found]:
         yield _found("names", ok(text), *cluster.readings)
 
 
-def _ports(cluster: Cluster) -> Iterator[Found]:
+def _ports(cluster: Cluster) -> Iterator[HostFinding]:
     """Each host reaches the others by TCP, on a port that nobody has set aside."""
     bad = False
     for (here, there), way in cluster.ways.items():
@@ -204,14 +203,14 @@ def _how(how: str, said: str) -> str:
     return {"refused": "refused", "another": "another host answers there"}.get(how, said or "no answer")
 
 
-def _leaving(cluster: Cluster, host: str, way: Way) -> str:
+def _leaving(cluster: Cluster, host: str, way: Route) -> str:
     """The interface by which a host leaves for another."""
     names = {str(address): str(name) for name, address, _ in cluster.readings[host].facts["addresses"]}
     return names.get(str(way.best.mine), "") if way.best else ""
 
 
-def _opened(reading: Reading, source: str | None) -> tuple[str, ...]:
-    """What lets an address in, by the firewall that the host has."""
+def _opened(reading: HostReading, source: str | None) -> tuple[str, ...]:
+    """Return the lines that let an address in, by the firewall that the host has."""
     programs = reading.facts.get("programs", ())
     if source is None:
         return ()
@@ -227,8 +226,8 @@ def _opened(reading: Reading, source: str | None) -> tuple[str, ...]:
     return (f"# open TCP from {source} in what guards the network; here that may be:", "ip rule show")
 
 
-def _mtus(cluster: Cluster) -> Iterator[Found]:
-    """The MTU of the interfaces by which hosts reach each other, and whether packets of full size come through."""
+def _mtus(cluster: Cluster) -> Iterator[HostFinding]:
+    """Check the MTU of the interfaces by which hosts reach each other, and that packets of full size come through."""
     stalls = [pair for pair, way in cluster.ways.items() if way.best is not None and way.best.how == "stalls"]
     known: dict[tuple[str, str | None], Interface] = {}
     for host, reading in cluster.readings.items():
@@ -263,8 +262,8 @@ def _mtus(cluster: Cluster) -> Iterator[Found]:
         yield _found("MTU", ok(f"{text}, and packets of full size come through"), *cluster.readings)
 
 
-def logins(cluster: Cluster) -> Iterator[Found]:
-    """ssh from each host to each, without a password: mpirun and others need it, launch only from here."""
+def logins(cluster: Cluster) -> Iterator[HostFinding]:
+    """Check ssh from each host to each, without a password: mpirun and others need it, launch only from here."""
     refused: dict[tuple[str, bool], list[str]] = {}
     for (here, there), way in cluster.ways.items():
         if way.ssh.code != 0:
@@ -282,6 +281,6 @@ def logins(cluster: Cluster) -> Iterator[Found]:
         yield _found("ssh", ok(text), *cluster.readings)
 
 
-_CHECKS: Mapping[str, Callable[[Cluster], Iterator[Found]]] = {
+_CHECKS: Mapping[str, Callable[[Cluster], Iterator[HostFinding]]] = {
     "versions": versions, "clock": clocks, "names": _names, "ports": _ports, "MTU": _mtus, "ssh": logins,
 }  # fmt: skip

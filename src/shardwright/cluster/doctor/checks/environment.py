@@ -6,23 +6,23 @@ import re
 from collections.abc import Callable, Mapping
 from itertools import groupby
 
-from shardwright.cluster.doctor import wanted
+from shardwright.cluster.doctor import sources
 from shardwright.cluster.doctor.checks.infiniband import ports
 from shardwright.cluster.doctor.checks.network import interfaces
 from shardwright.cluster.doctor.finding import Check, Finding, note, ok, problem, warning
-from shardwright.cluster.doctor.reading import Reading, typed
+from shardwright.cluster.doctor.reading import HostReading, typed
 from shardwright.launch.hosts.interfaces import wrong_names
 
 _ON = ("1", "true", "TRUE", "yes")
 
-Hurts = Callable[[str, Reading], bool]
+Hurts = Callable[[str, HostReading], bool]
 
 
-def _on(value: str, _: Reading) -> bool:
+def _on(value: str, _: HostReading) -> bool:
     return value in _ON
 
 
-def _too_many(value: str, reading: Reading) -> bool:
+def _too_many(value: str, reading: HostReading) -> bool:
     return value.isdecimal() and int(value) > reading.fact("cpus", int)
 
 
@@ -43,8 +43,8 @@ HURTING: dict[str, tuple[Hurts, str]] = {
 }
 
 
-def variables(reading: Reading) -> Finding:
-    """Those that make a job slow or hide a device."""
+def variables(reading: HostReading) -> Finding:
+    """Check for variables that make a job slow or hide a device."""
     environment = _environment(reading)
     bad = [name for name, (hurts, _) in HURTING.items() if name in environment and hurts(environment[name], reading)]
     if bad:
@@ -53,12 +53,12 @@ def variables(reading: Reading) -> Finding:
     return ok(f"none that hurts, of {len(environment)} that were looked at")
 
 
-def _environment(reading: Reading) -> Mapping[str, str]:
+def _environment(reading: HostReading) -> Mapping[str, str]:
     return {str(name): str(value) for name, value in reading.fact("environment", dict).items()}
 
 
-def names_of_devices(reading: Reading) -> Finding:
-    """Variables that name network devices name some that exist."""
+def names_of_devices(reading: HostReading) -> Finding:
+    """Check that variables which name network devices name some that exist."""
     environment = _environment(reading)
     there = {path.split("/")[4] for path in reading.glob("/sys/class/net/*/operstate")}
     hcas = {port.device for port in ports(reading)}
@@ -71,8 +71,8 @@ def names_of_devices(reading: Reading) -> Finding:
     return ok("those that name network devices name some that exist")
 
 
-def library_path(reading: Reading) -> Finding:
-    """Folders of LD_LIBRARY_PATH that do not exist, and libraries in them that go before those of torch."""
+def library_path(reading: HostReading) -> Finding:
+    """Check LD_LIBRARY_PATH for folders that do not exist, and libraries that go before those of torch."""
     folders = reading.fact("library_folders", list)
     if not folders:
         return ok("LD_LIBRARY_PATH is not set")
@@ -88,15 +88,15 @@ def library_path(reading: Reading) -> Finding:
 
 
 def _torch_has(libraries: object) -> list[str]:
-    """One name of each library that torch's packages bring too."""
+    """Return one name of each library that torch's packages bring too."""
     names = [str(name) for name in libraries] if isinstance(libraries, list) else []
-    kinds = [stem for stem in wanted.LIBRARIES if stem not in ("libmpi.so", "libcuda.so")]
+    kinds = [stem for stem in sources.LIBRARIES if stem not in ("libmpi.so", "libcuda.so")]
     ours = sorted(name for name in names if name.startswith(tuple(kinds)))
     return [next(group) for _, group in groupby(ours, key=lambda name: re.split(r"\.so", name)[0])]
 
 
-def nccl_choice(reading: Reading) -> Finding:
-    """The devices that NCCL and gloo would best use, as variables that say so."""
+def nccl_choice(reading: HostReading) -> Finding:
+    """Return the devices that NCCL and gloo would best use, as variables that say so."""
     active = [port for port in ports(reading) if port.active]
     real = [port for port in active if port.link_layer == "InfiniBand"] or active
     if not real:
@@ -107,7 +107,7 @@ def nccl_choice(reading: Reading) -> Finding:
     return ok(f"NCCL would use {chosen}; launch sets what says so, elsewhere type", *lines)
 
 
-def _by_tcp(reading: Reading) -> Finding:
+def _by_tcp(reading: HostReading) -> Finding:
     several = _with_addresses(reading)
     if len(several) < 2:
         return note("NCCL would use TCP, for want of InfiniBand")
@@ -119,25 +119,25 @@ def _by_tcp(reading: Reading) -> Finding:
 
 
 def _sockets(interface: str | None) -> list[str]:
-    """Lines that name the interface: for NCCL after a second `=`, as it would take a name for a prefix."""
+    """Return lines that name the interface: for NCCL after a second `=`, as it would take a name for a prefix."""
     if interface is None:
         return []
     return [typed("export", f"NCCL_SOCKET_IFNAME=={interface}"), typed("export", f"GLOO_SOCKET_IFNAME={interface}")]
 
 
-def _with_addresses(reading: Reading) -> list[str]:
+def _with_addresses(reading: HostReading) -> list[str]:
     return [one.name for one in interfaces(reading) if one.addresses]
 
 
-def _way_out(reading: Reading) -> str | None:
-    """The interface that was found to lead to the other hosts, or the one with the default route."""
+def _way_out(reading: HostReading) -> str | None:
+    """Return the interface that was found to lead to the other hosts, or the one with the default route."""
     several = _with_addresses(reading)
     known = (reading.facts.get("leads_out"), _default_route(reading))
     return next((name for name in known if name in several), None)
 
 
-def _default_route(reading: Reading) -> str | None:
-    """The interface of the default route, of several that of the least metric."""
+def _default_route(reading: HostReading) -> str | None:
+    """Return the interface of the default route, of several that of the least metric."""
     rows = [line.split() for line in (reading.file("/proc/net/route") or "").splitlines()[1:]]
     default = [(int(row[6]), row[0]) for row in rows if len(row) > 7 and row[1] == row[7] == "00000000"]
     return min(default)[1] if default else None

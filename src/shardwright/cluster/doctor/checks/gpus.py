@@ -1,4 +1,4 @@
-"""Checks of NVIDIA GPUs: the driver, CUDA and NCCL that go together, and the state of each GPU."""
+"""Checks of NVIDIA GPUs, with the driver, CUDA and NCCL that go together, and of Ascend NPUs."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shardwright.cluster.doctor import wanted
-from shardwright.cluster.doctor.checks.packages import install, pip
-from shardwright.cluster.doctor.checks.software import numbers
-from shardwright.cluster.doctor.finding import Check, Finding, Severity, moot, note, ok, problem, warning
-from shardwright.cluster.doctor.reading import Ran, Reading, Unreadable, plain
+from shardwright.cluster.doctor import sources
+from shardwright.cluster.doctor.checks.software import install, numbers, pip
+from shardwright.cluster.doctor.finding import Check, Finding, Severity, not_applicable, note, ok, problem, warning
+from shardwright.cluster.doctor.reading import CommandResult, HostReading, Unreadable, plain
 from shardwright.launch.carriers.agent_connection import WHEELS
 
 # The newest CUDA of a branch of the driver, as nvidia-smi shows it beside the driver.
@@ -46,19 +45,19 @@ class Gpu:
     errors: int | None
 
 
-def gpus(reading: Reading) -> tuple[Gpu, ...]:
-    """The GPUs by nvidia-smi, none where it is not there, or fails as it does without GPUs.
+def gpus(reading: HostReading) -> tuple[Gpu, ...]:
+    """Return the GPUs by nvidia-smi, none where it is not there, or fails as it does without GPUs.
 
     Raises `Unreadable` where it fails otherwise or says something else.
     """
-    ran = reading.command(wanted.NVIDIA_QUERY)
+    ran = reading.command(sources.NVIDIA_QUERY)
     if ran is None or (_fails(ran) and on_the_bus(reading) == 0):
         return ()
-    return tuple(_rows(reading.ran(wanted.NVIDIA_QUERY) or ""))
+    return tuple(_rows(reading.ran(sources.NVIDIA_QUERY) or ""))
 
 
-def _fails(ran: Ran) -> bool:
-    """Whether nvidia-smi fails by other than the update of a driver, which only a driver that is loaded can have."""
+def _fails(ran: CommandResult) -> bool:
+    """Return whether nvidia-smi fails otherwise than by the update of a driver that is loaded."""
     return ran.code != 0 and "version mismatch" not in ran.last_words()
 
 
@@ -71,8 +70,8 @@ def _rows(text: str) -> Iterator[Gpu]:
         yield Gpu(int(words[0]), words[1], words[2], words[3] == "Enabled", errors)
 
 
-def on_the_bus(reading: Reading) -> int:
-    """How many GPUs of NVIDIA the machine has, by the PCI bus, whether there is a driver or not."""
+def on_the_bus(reading: HostReading) -> int:
+    """Return the number of GPUs of NVIDIA on the PCI bus, whether there is a driver or not."""
     vendors = reading.glob("/sys/bus/pci/devices/*/vendor")
     kinds = reading.glob("/sys/bus/pci/devices/*/class")
     return sum(
@@ -81,9 +80,9 @@ def on_the_bus(reading: Reading) -> int:
     )
 
 
-def driver(reading: Reading) -> Finding:
-    """Whether there is a driver where there are GPUs, and whether it answers."""
-    ran = reading.command(wanted.NVIDIA_QUERY)
+def driver(reading: HostReading) -> Finding:
+    """Check that there is a driver where there are GPUs, and that it answers."""
+    ran = reading.command(sources.NVIDIA_QUERY)
     if ran is None or _fails(ran):
         why = "there is no nvidia-smi" if ran is None else f"nvidia-smi fails: {ran.last_words()}"
         if (count := on_the_bus(reading)) == 0:
@@ -103,13 +102,13 @@ def driver(reading: Reading) -> Finding:
     return ok(f"{found[0].driver}, {kinds}")
 
 
-def _torch_cuda(reading: Reading) -> tuple[int, ...]:
+def _torch_cuda(reading: HostReading) -> tuple[int, ...]:
     cuda = reading.facts.get("torch_cuda")
     return numbers(cuda) if isinstance(cuda, str) else ()
 
 
 def newest_cuda(version: str) -> tuple[int, int]:
-    """The newest CUDA that a driver knows itself, by its branch.
+    """Return the newest CUDA that a driver knows itself, by its branch.
 
     >>> newest_cuda("470.57.02")
     (11, 4)
@@ -121,10 +120,10 @@ def newest_cuda(version: str) -> tuple[int, int]:
     return DRIVER_CUDA[max(known)]
 
 
-def cuda(reading: Reading) -> Finding:
-    """The driver against the CUDA that torch was built for."""
+def cuda(reading: HostReading) -> Finding:
+    """Compare the driver with the CUDA that torch was built for."""
     if not (found := gpus(reading)):
-        return moot()
+        return not_applicable()
     version, built = found[0].driver, _torch_cuda(reading)
     if (wheel := _wheel(version)) is None:
         what = f"driver {version} has CUDA {_dotted(newest_cuda(version))}, and runs no torch that shardwright takes: "
@@ -151,7 +150,7 @@ def _wheel(driver: str) -> str | None:
     return next((name for oldest, name in _WHEELS if numbers(driver) >= oldest), None)
 
 
-def _install(reading: Reading, wheel: str) -> str:
+def _install(reading: HostReading, wheel: str) -> str:
     return pip(reading, "install", "--force-reinstall", "torch", "--index-url", f"{WHEELS}/{wheel}")
 
 
@@ -159,14 +158,14 @@ def _padded(driver: tuple[int, ...]) -> str:
     return ".".join(f"{part:02}" for part in driver)
 
 
-def architectures(reading: Reading) -> Finding:
+def architectures(reading: HostReading) -> Finding:
     """Compare the compute capability of each GPU with what the kernels of torch were built for."""
     if not (found := gpus(reading)) or cuda(reading).severity != Severity.OK:
-        return moot()
+        return not_applicable()
     built = reading.facts.get("torch_architectures")
     if not isinstance(built, list) or not built:
         raise Unreadable("torch did not say for which GPUs it was built (torch.cuda.get_arch_list())")
-    capabilities = dict(_capabilities(reading.ran(wanted.NVIDIA_CAPABILITY) or ""))
+    capabilities = dict(_capabilities(reading.ran(sources.NVIDIA_CAPABILITY) or ""))
     without = [gpu for gpu in found if not any(_runs(str(name), capabilities[gpu.index]) for name in built)]
     if not without:
         return ok(
@@ -213,9 +212,9 @@ def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version[:2]))
 
 
-def nvcc(reading: Reading) -> Finding:
-    """The toolkit, which only those need who compile kernels."""
-    said, built = reading.ran(wanted.NVCC), _torch_cuda(reading)
+def nvcc(reading: HostReading) -> Finding:
+    """Check the toolkit, which only those need who compile kernels."""
+    said, built = reading.ran(sources.NVCC), _torch_cuda(reading)
     lines = install(reading, "nvcc", cuda="-".join(map(str, built[:2]))) if built else ()
     if said is None:
         return note("no nvcc; only who compiles kernels needs it", *lines)
@@ -228,18 +227,18 @@ def nvcc(reading: Reading) -> Finding:
     return ok(f"CUDA {match[1]}")
 
 
-def persistence(reading: Reading) -> Finding:
+def persistence(reading: HostReading) -> Finding:
     if not (found := gpus(reading)):
-        return moot()
+        return not_applicable()
     if off := [gpu.index for gpu in found if not gpu.persistent]:
         what = f"off on GPU {_listed(off)}: the driver is loaded anew for each job, which takes seconds"
         return warning(what, reading.as_root("nvidia-smi -pm 1"))
     return ok(f"on, {len(found)} GPUs")
 
 
-def ecc(reading: Reading) -> Finding:
+def ecc(reading: HostReading) -> Finding:
     if not (found := gpus(reading)):
-        return moot()
+        return not_applicable()
     if bad := [gpu.index for gpu in found if gpu.errors]:
         count = sum(gpu.errors or 0 for gpu in found)
         what = (
@@ -254,11 +253,11 @@ def _listed(indices: list[int]) -> str:
     return ", ".join(map(str, indices))
 
 
-def topology(reading: Reading) -> Finding:
-    """How GPUs are connected, by the words of `nvidia-smi topo -m`: NV# is NVLink, SYS goes from socket to socket."""
+def topology(reading: HostReading) -> Finding:
+    """Check the links of GPUs by `nvidia-smi topo -m`: NV# is NVLink, SYS goes from socket to socket."""
     if len(gpus(reading)) < 2:
-        return moot()
-    if (said := reading.ran(wanted.NVIDIA_TOPOLOGY)) is None:
+        return not_applicable()
+    if (said := reading.ran(sources.NVIDIA_TOPOLOGY)) is None:
         raise Unreadable("`nvidia-smi topo -m` was not asked")
     links = list(_links(said))
     if not links:
@@ -272,7 +271,7 @@ def topology(reading: Reading) -> Finding:
 
 
 def _links(said: str) -> Iterator[tuple[int, int, str]]:
-    """Each pair of GPUs once. The first line names the columns, which are separated by tabs."""
+    """Yield each pair of GPUs once. The first line names the columns, which are separated by tabs."""
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in said.splitlines()]
     rows = [line.split() for line in lines if re.match(r"\s*GPU\d+\s", line)]
     body = [row for row in rows if "X" in row]
@@ -281,12 +280,12 @@ def _links(said: str) -> Iterator[tuple[int, int, str]]:
             yield a, b, row[1 + b]
 
 
-def nccl(reading: Reading) -> Finding:
-    """The NCCL of torch's CUDA, and whether it can be loaded."""
+def nccl(reading: HostReading) -> Finding:
+    """Check that the NCCL of torch's CUDA is there and can be loaded."""
     built, found = _torch_cuda(reading), reading.facts.get("nccl")
     if not built:
-        return moot()
-    wanted_name = wanted.nccl_package(built[0])
+        return not_applicable()
+    wanted_name = sources.nccl_package(built[0])
     if found is None:
         return note(
             "no package of NCCL is installed: torch brings its own, or none", pip(reading, "install", wanted_name)
@@ -301,10 +300,34 @@ def nccl(reading: Reading) -> Finding:
     if not found["loads"]:
         why = plain(str(found["said"]).strip().splitlines()[-1] if str(found["said"]).strip() else "no reason", 120)
         return problem(f"NCCL {version} does not load: {why}", again)
-    if others := [name for name in wanted.NCCL_PACKAGES if name != package and reading.package(name)]:
+    if others := [name for name in sources.NCCL_PACKAGES if name != package and reading.package(name)]:
         what = f"{version}, loads; but {', '.join(others)} is installed too, whose files have the same names"
         return warning(what, pip(reading, "uninstall", "-y", *others), again)
     return ok(f"{version}, loads")
+
+
+# | 0     910A           | OK            | 70.9        42                15   / 15            |
+_DEVICE = re.compile(r"^\|\s*(\d+)\s+(\S+)\s*\|\s*([A-Za-z]+)\s*\|", re.MULTILINE)
+_VERSION = re.compile(r"npu-smi\s+(\S+)")
+
+
+def npus(reading: HostReading) -> Finding:
+    """Check the health that each NPU reports."""
+    devices, said = reading.fact("davinci", int), reading.ran(sources.NPU)
+    if said is None:
+        if devices == 0:
+            return note("no NPU here")
+        path = "/usr/local/Ascend/driver/tools"
+        return problem(f"{devices} NPUs, but no npu-smi on the PATH: is the driver installed?", f"ls {path}")
+    found = _DEVICE.findall(said)
+    version = _VERSION.search(said)
+    if version is None or not found:
+        raise Unreadable("`npu-smi info` has no rows of NPUs")
+    if bad := [(index, health) for index, _, health in found if health != "OK"]:
+        what = ", ".join(f"NPU {index} says {health}" for index, health in bad)
+        return problem(what, *(f"npu-smi info -t health -i {index}" for index, _ in bad))
+    kinds = ", ".join(dict.fromkeys(plain(name) for _, name, _ in found))
+    return ok(f"{len(found)} x {kinds}, npu-smi {version[1]}")
 
 
 CHECKS = (
@@ -316,4 +339,5 @@ CHECKS = (
     Check("GPUs", "persistence", persistence),
     Check("GPUs", "memory errors", ecc),
     Check("GPUs", "links", topology),
+    Check("NPUs", "health", npus),
 )

@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from shardwright.cluster.doctor import wanted
+from shardwright.cluster.doctor import sources
 from shardwright.cluster.doctor.checks.gpus import gpus
-from shardwright.cluster.doctor.checks.packages import install
-from shardwright.cluster.doctor.finding import Check, Finding, moot, note, ok, problem, warning
-from shardwright.cluster.doctor.reading import Reading, Unreadable
+from shardwright.cluster.doctor.checks.software import install
+from shardwright.cluster.doctor.finding import Check, Finding, not_applicable, note, ok, problem, warning
+from shardwright.cluster.doctor.reading import HostReading, Unreadable
 
 _ROOT = "/sys/class/infiniband"
 _MAPPED = re.compile(r"^(\S+) port (\d+) ==> (\S+) \((Up|Down)\)$", re.MULTILINE)
@@ -37,8 +37,8 @@ class Port:
         return f"{self.device}/{self.port} {self.state}, {self.rate}, {self.link_layer}{f', {front}' if front else ''}"
 
 
-def ports(reading: Reading) -> tuple[Port, ...]:
-    """All ports, by /sys or, where a container hides that, by ibstat and ibdev2netdev."""
+def ports(reading: HostReading) -> tuple[Port, ...]:
+    """Return all ports, by /sys or, where a container hides that, by ibstat and ibdev2netdev."""
     states = reading.glob(f"{_ROOT}/*/ports/*/state")
     found = tuple(_by_sysfs(reading, states)) if states else tuple(_by_ibstat(reading))
     addresses = {str(interface): str(address) for interface, address, _ in reading.fact("addresses", list)}
@@ -48,7 +48,7 @@ def ports(reading: Reading) -> tuple[Port, ...]:
     )
 
 
-def _by_sysfs(reading: Reading, states: Mapping[str, str]) -> Iterator[Port]:
+def _by_sysfs(reading: HostReading, states: Mapping[str, str]) -> Iterator[Port]:
     for path, state in states.items():
         _, _, _, _, device, _, port, _ = path.split("/")
         folder = f"{_ROOT}/{device}/ports/{port}"
@@ -61,9 +61,9 @@ def _by_sysfs(reading: Reading, states: Mapping[str, str]) -> Iterator[Port]:
         yield Port(device, port, word, rate, layer, front)
 
 
-def _by_ibstat(reading: Reading) -> Iterator[Port]:
-    said = reading.ran(wanted.IBSTAT)
-    mapped = _MAPPED.findall(reading.ran(wanted.IBDEV2NETDEV) or "") if said else []
+def _by_ibstat(reading: HostReading) -> Iterator[Port]:
+    said = reading.ran(sources.IBSTAT)
+    mapped = _MAPPED.findall(reading.ran(sources.IBDEV2NETDEV) or "") if said else []
     fronts = {(device, port): front for device, port, front, _ in mapped}
     for part in re.split(r"^CA '", said or "", flags=re.MULTILINE)[1:]:
         device = part.partition("'")[0]
@@ -76,8 +76,8 @@ def _by_ibstat(reading: Reading) -> Iterator[Port]:
             yield Port(device, port, values["State"], rate, layer, fronts.get((device, port), ""))
 
 
-def devices(reading: Reading) -> Finding:
-    """Every port, and whether it is up."""
+def devices(reading: HostReading) -> Finding:
+    """Check that every port is up."""
     found = ports(reading)
     if not found:
         return note("no InfiniBand device here")
@@ -99,15 +99,15 @@ def devices(reading: Reading) -> Finding:
 
 
 def _name(word: str) -> bool:
-    """Whether a word may be the name of a network device, so that it can stand in a line to type."""
+    """Return whether a word may be the name of a network device, so that it can stand in a line to type."""
     return re.fullmatch(r"[A-Za-z0-9_.-]{1,15}", word) is not None and not word.startswith("-")
 
 
-def rates(reading: Reading) -> Finding:
-    """Ports of one kind run at one rate; a slow one has a bad cable or a port of the switch set wrong."""
+def rates(reading: HostReading) -> Finding:
+    """Check that ports of one kind run at one rate; a slow one has a bad cable or a wrong setting of the switch."""
     active = [port for port in ports(reading) if port.active]
     if len(active) < 2:
-        return moot()
+        return not_applicable()
     for layer in dict.fromkeys(port.link_layer for port in active):
         alike = {port: _gbits(port.rate) for port in active if port.link_layer == layer}
         if slow := [port for port, rate in alike.items() if rate < max(alike.values())]:
@@ -123,10 +123,10 @@ def _gbits(rate: str) -> float:
     return float(match[0])
 
 
-def peer_memory(reading: Reading) -> Finding:
-    """The module by which the network reaches the GPUs' memory."""
+def peer_memory(reading: HostReading) -> Finding:
+    """Check the module by which the network reaches the GPUs' memory."""
     if not any(port.active for port in ports(reading)) or not gpus(reading):
-        return moot()
+        return not_applicable()
     if reading.file("/sys/module/nvidia_peermem/refcnt") is None:
         what = "nvidia_peermem is not loaded: what GPUs send over the network is copied once more"
         return warning(what, reading.as_root("modprobe nvidia_peermem"))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from shardwright.cluster.doctor import wanted
+from shardwright.cluster.doctor import sources
 from shardwright.cluster.doctor.checks.gpus import gpus
 from shardwright.cluster.doctor.checks.infiniband import ports
-from shardwright.cluster.doctor.checks.packages import install
+from shardwright.cluster.doctor.checks.software import install
 from shardwright.cluster.doctor.finding import Check, Finding, note, ok, problem, warning
-from shardwright.cluster.doctor.reading import Reading, Unreadable, typed
+from shardwright.cluster.doctor.reading import HostReading, Unreadable, typed
 
 _GIB = 1 << 30
 _FEWEST_FILES, _FEWEST_PROCESSES = 4096, 4096
@@ -17,7 +17,7 @@ _LEAST_LOCKED = 64 << 20
 _CPUS = "/sys/devices/system/cpu"
 
 
-def _soft(reading: Reading, name: str) -> float:
+def _soft(reading: HostReading, name: str) -> float:
     soft, _hard = reading.fact("limits", dict)[name]
     return float("inf") if soft == -1 else int(soft)
 
@@ -26,7 +26,7 @@ def _shown(value: float) -> str:
     return "unlimited" if value == float("inf") else f"{value:.0f}"
 
 
-def limits(reading: Reading) -> Finding:
+def limits(reading: HostReading) -> Finding:
     files, processes = _soft(reading, "open files"), _soft(reading, "processes")
     said, lines = [], []
     if files < _FEWEST_FILES:
@@ -41,8 +41,8 @@ def limits(reading: Reading) -> Finding:
     return ok(f"{_shown(files)} open files, {_shown(processes)} processes")
 
 
-def locked_memory(reading: Reading) -> Finding:
-    """InfiniBand locks the memory that it sends from."""
+def locked_memory(reading: HostReading) -> Finding:
+    """Check the memory that may be locked: InfiniBand locks the memory that it sends from."""
     locked = _soft(reading, "locked")
     infiniband = any(port.active for port in ports(reading))
     shown = "unlimited" if locked == float("inf") else f"{locked / 1024:.0f} KiB"
@@ -54,12 +54,12 @@ def locked_memory(reading: Reading) -> Finding:
     return ok(f"{shown}{'' if infiniband else ', no InfiniBand needs it'}")
 
 
-def _disk(reading: Reading, path: str) -> tuple[int, int]:
+def _disk(reading: HostReading, path: str) -> tuple[int, int]:
     free, size = reading.fact("disks", dict)[path]
     return int(free), int(size)
 
 
-def shared_memory(reading: Reading) -> Finding:
+def shared_memory(reading: HostReading) -> Finding:
     if "/dev/shm" not in reading.fact("disks", dict):
         return problem("there is no /dev/shm", reading.as_root("mount -t tmpfs -o size=50% tmpfs /dev/shm"))
     free, size = _disk(reading, "/dev/shm")
@@ -70,8 +70,8 @@ def shared_memory(reading: Reading) -> Finding:
     return ok(f"{free / _GIB:.1f} GiB free in /dev/shm")
 
 
-def disks(reading: Reading) -> Finding:
-    """The file systems of temporary files, of the home and of the working directory."""
+def disks(reading: HostReading) -> Finding:
+    """Check the file systems of temporary files, of the home and of the working directory."""
     paths = [path for path in reading.fact("disks", dict) if path != "/dev/shm"]
     free = {path: _disk(reading, path)[0] for path in paths}
     shown = ", ".join(f"{count / _GIB:.1f} GiB in {path}" for path, count in free.items())
@@ -82,7 +82,7 @@ def disks(reading: Reading) -> Finding:
     return ok(shown)
 
 
-def memory(reading: Reading) -> Finding:
+def memory(reading: HostReading) -> Finding:
     said = reading.file("/proc/meminfo") or ""
     values = {line.partition(":")[0]: line.split()[1] for line in said.splitlines() if len(line.split()) > 1}
     free, size = (int(values[name]) << 10 for name in ("MemAvailable", "MemTotal"))
@@ -92,7 +92,7 @@ def memory(reading: Reading) -> Finding:
     return ok(shown)
 
 
-def cores(reading: Reading) -> Finding:
+def cores(reading: HostReading) -> Finding:
     usable, there = reading.fact("cpus", int), reading.fact("all_cpus", int)
     nodes = len(reading.glob("/sys/devices/system/node/node*/cpulist"))
     shown = f"{usable} of {there} cores, {nodes or 1} NUMA node{'s' * (nodes > 1)}"
@@ -101,8 +101,8 @@ def cores(reading: Reading) -> Finding:
     return ok(shown)
 
 
-def numa(reading: Reading) -> Finding:
-    """The kernel's moving of pages between nodes, which stops ranks for a while each time."""
+def numa(reading: HostReading) -> Finding:
+    """Check the kernel's moving of pages between nodes, which stops ranks for a while each time."""
     said = reading.file("/proc/sys/kernel/numa_balancing")
     if said is None or len(reading.glob("/sys/devices/system/node/node*/cpulist")) < 2:
         return ok("one node, or a kernel that moves no pages")
@@ -114,7 +114,7 @@ def numa(reading: Reading) -> Finding:
     return ok("pages stay where they are" if said == "0" else "the kernel moves pages, no GPU minds")
 
 
-def governor(reading: Reading) -> Finding:
+def governor(reading: HostReading) -> Finding:
     found = reading.glob(f"{_CPUS}/cpu*/cpufreq/scaling_governor")
     if not found:
         return ok("nothing to choose: a virtual machine, or a fixed frequency")
@@ -126,11 +126,11 @@ def governor(reading: Reading) -> Finding:
     return ok(f"performance on {len(found)} cores")
 
 
-def clock(reading: Reading) -> Finding:
-    ran = reading.command(wanted.CLOCK)
+def clock(reading: HostReading) -> Finding:
+    ran = reading.command(sources.CLOCK)
     if ran is None or "connect to bus" in ran.err or "Operating System Manager" in ran.err:
         return note("no systemd to ask whether a time server sets the clock, as in containers")
-    said = reading.ran(wanted.CLOCK) or ""
+    said = reading.ran(sources.CLOCK) or ""
     if said.strip() not in ("yes", "no"):
         raise Unreadable(f"timedatectl says {said.strip()!r}, expected yes or no")
     if said.strip() == "no":

@@ -6,9 +6,9 @@ import ipaddress
 import re
 from dataclasses import dataclass
 
-from shardwright.cluster.doctor.checks.packages import install
+from shardwright.cluster.doctor.checks.software import install
 from shardwright.cluster.doctor.finding import Check, Finding, note, ok, problem, warning
-from shardwright.cluster.doctor.reading import Reading, Unreadable, typed
+from shardwright.cluster.doctor.reading import HostReading, Unreadable, typed
 
 _NETS = "/sys/class/net"
 _LOOPBACK_KIND = "772"
@@ -25,8 +25,8 @@ class Interface:
     addresses: tuple[str, ...]
 
 
-def interfaces(reading: Reading) -> tuple[Interface, ...]:
-    """Those that are up, but the loopback."""
+def interfaces(reading: HostReading) -> tuple[Interface, ...]:
+    """Return the interfaces that are up, but the loopback."""
     found = []
     for path, state in reading.glob(f"{_NETS}/*/operstate").items():
         name = path.split("/")[4]
@@ -42,7 +42,7 @@ def interfaces(reading: Reading) -> tuple[Interface, ...]:
     return tuple(found)
 
 
-def devices(reading: Reading) -> Finding:
+def devices(reading: HostReading) -> Finding:
     found = interfaces(reading)
     listed = "; ".join(
         " ".join(filter(None, (i.name, ", ".join(i.addresses), i.speed, f"MTU {i.mtu}"))) for i in found if i.addresses
@@ -53,8 +53,8 @@ def devices(reading: Reading) -> Finding:
     return ok(listed)
 
 
-def own_name(reading: Reading) -> Finding:
-    """The host's own name leads to an address that others reach too: gloo and MPI may tell it to others."""
+def own_name(reading: HostReading) -> Finding:
+    """Check that the host's own name leads to an address that others reach too: gloo and MPI may tell it to others."""
     name, found = reading.fact("name", str), reading.facts.get("own_name")
     if re.fullmatch(r"[A-Za-z0-9_.-]{1,255}", name) is None:
         raise Unreadable(f"the host is named {name!r}, which is no name of a host")
@@ -73,8 +73,8 @@ def own_name(reading: Reading) -> Finding:
     return ok(f"{name} is {addresses[0]}")
 
 
-def local_ports(reading: Reading) -> Finding:
-    """How many ports the kernel gives to connections: each pair of ranks takes some."""
+def local_ports(reading: HostReading) -> Finding:
+    """Check the number of ports that the kernel gives to connections: each pair of ranks takes some."""
     said = reading.file("/proc/sys/net/ipv4/ip_local_port_range")
     words = (said or "").split()
     if len(words) != 2 or not all(word.isdecimal() for word in words):
@@ -86,8 +86,8 @@ def local_ports(reading: Reading) -> Finding:
     return ok(f"{first} to {last}")
 
 
-def logins(reading: Reading) -> Finding:
-    """ssh and sshd, which several hosts need."""
+def logins(reading: HostReading) -> Finding:
+    """Check that there are ssh and sshd, which several hosts need."""
     there = reading.fact("programs", list)
     missing = [name for name in ("ssh", "sshd") if name not in there]
     if missing:
@@ -97,7 +97,7 @@ def logins(reading: Reading) -> Finding:
 
 
 def unreached(reason: str, name: str) -> Finding:
-    """What is said of a host that does not answer."""
+    """Return the finding about a host that does not answer."""
     return problem(reason, typed("ssh", "-v", "-o", "BatchMode=yes", name, "true"))
 
 

@@ -14,10 +14,10 @@ from shardwright.launch.joblog.judge import signal_name
 from shardwright.launch.joblog.logs import RANKS_FILE, STEPS_FILE
 from shardwright.launch.progress.lines import (
     GrowingFile,
+    ReportLine,
     StateLine,
     StepLine,
-    ToldLine,
-    ToldValidation,
+    ValidationReport,
     objects,
     together,
 )
@@ -55,7 +55,7 @@ class _Failure(TypedDict):
 def history(folder: JobFolder, rank: int) -> RankHistory:
     """Read all that a rank told. Of an attempt that was restarted from a checkpoint, what was done again counts."""
     path, damaged = folder.rank(rank) / STEPS_FILE, list[str]()
-    values = list(objects(GrowingFile(path, all=True).new(), ToldLine, damaged.append))
+    values = list(objects(GrowingFile(path, all=True).new(), ReportLine, damaged.append))
     lines = [line for value in values if (line := StepLine.of(value)) is not None]
     kept: list[StepLine] = []
     for line in lines:  # a run that goes on from a checkpoint counts on from there
@@ -126,7 +126,7 @@ def _finite(number: float) -> float | None:
     return None if not math.isfinite(number) else number if isinstance(number, int) else float(f"{number:.7g}")
 
 
-def _numbers(evaluation: ToldValidation) -> dict[str, float]:
+def _numbers(evaluation: ValidationReport) -> dict[str, float]:
     """The finite numbers of a validation."""
     values = {"loss": evaluation.get("loss"), **(evaluation.get("metrics") or {})}
     return {name: float(value) for name, value in values.items() if isinstance(value, float) and math.isfinite(value)}

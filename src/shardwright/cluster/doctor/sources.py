@@ -1,4 +1,4 @@
-"""What is read on a host: files, commands and variables, as they are named by those who look at them.
+"""The sources that are read on a host: files, commands and variables.
 
 Nothing here comes from a host, and no command passes through a shell.
 """
@@ -48,7 +48,7 @@ PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_")
 
 
 def nccl_package(cuda: int | str) -> str:
-    """The package that has the NCCL of a major version of CUDA."""
+    """Return the package that has the NCCL of a major version of CUDA."""
     return f"nvidia-nccl-cu{cuda}"
 
 

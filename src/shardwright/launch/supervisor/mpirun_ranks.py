@@ -2,7 +2,7 @@
 
     supervisor
       └─ mpirun
-           ├─ carrier of rank 0 (this file's `carry`, a few milliseconds of Python without torch)
+           ├─ carrier of rank 0 (this file's `run_rank`, a few milliseconds of Python without torch)
            │    └─ rank 0 (a new program: MPI and a forked copy of an interpreter do not go together)
            └─ carrier of rank 1 ...
 
@@ -28,7 +28,7 @@ from typing import Any, NoReturn, get_args
 from shardwright.common import package
 from shardwright.common.pulse import PulseFile
 from shardwright.launch.host.processes import die_with_parent
-from shardwright.launch.host.protocol import STREAMS, CarrierSaid, Continued, Exited, Order, Start, Started, Stopped
+from shardwright.launch.host.protocol import STREAMS, CarrierOutput, Continued, Exited, Order, Start, Started, Stopped
 from shardwright.launch.host.stream import Decoder, encode
 from shardwright.launch.supervisor.rank_start import (
     STEPS,
@@ -45,13 +45,14 @@ NEVER_STARTED = 0  # the pid of a rank that mpirun gave up, since another had fa
 _CARRIER_END_S = 10.0  # after its last rank, in which mpirun ends by itself
 _SAID_BYTES = 1 << 16
 _BOOT = (
-    "import sys; sys.path.append({root!r}); from shardwright.launch.supervisor.carried import carry; carry({path!r})"
+    "import sys; sys.path.append({root!r}); "
+    "from shardwright.launch.supervisor.mpirun_ranks import run_rank; run_rank({path!r})"
 )
 _TAKEN = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
-class CarriedSupervisor(Supervisor):
-    """The supervision of ranks whose ends are told on ``reports`` and by the end of mpirun."""
+class MpirunSupervisor(Supervisor):
+    """The supervision of ranks whose ends come on ``reports`` and by the end of mpirun."""
 
     def __init__(
         self, orders: int, events: int, decoder: Decoder[Start | Order], ranks: dict[int, RankProcess], mpirun: int,
@@ -101,7 +102,7 @@ class CarriedSupervisor(Supervisor):
         self._take_reports()
         lost = [rank for rank, process in self.ranks.items() if not process.ended]
         if said := os.pread(self.said, _SAID_BYTES, 0).decode(errors="replace").strip():
-            self._tell(CarrierSaid(said, code != 0))
+            self._tell(CarrierOutput(said, code != 0))
         for rank in lost:
             self._exited(rank, -signal.SIGKILL, time.time())
 
@@ -110,7 +111,7 @@ Report = Started | Stopped | Continued | Exited
 
 
 class Reports:
-    """What the carriers tell, each report written in one piece."""
+    """The pipe of the carriers' reports, each written in one piece."""
 
     def __init__(self) -> None:
         self.fd, self.theirs = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -118,7 +119,7 @@ class Reports:
         self._decoder: Decoder[Report] = Decoder(*get_args(Report))
 
     def read(self) -> list[Report]:
-        """What has come since, after those in ``held``, which were read too early."""
+        """Return the reports since the last call, after those in ``held``, which were read too early."""
         reports, self.held = self.held, []
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self.fd, 1 << 16):
@@ -165,7 +166,7 @@ def supervise(
         for rank, variables in start.ranks.items()
     }
     die_with_parent(0)
-    CarriedSupervisor(orders, events, decoder, ranks, mpirun, reports, said, start.stall_s).run()
+    MpirunSupervisor(orders, events, decoder, ranks, mpirun, reports, said, start.stall_s).run()
     sys.exit(0)
 
 
@@ -210,7 +211,7 @@ def _wait_for_ranks(ranks: int, mpirun: int, reports: Reports, orders: int, even
     return pids
 
 
-def carry(path: str) -> NoReturn:
+def run_rank(path: str) -> NoReturn:
     """In a process that mpirun started: run this rank's program, and report how it goes."""
     die_with_parent(signal.SIGKILL)
     plan = json.loads(Path(path).read_bytes())
