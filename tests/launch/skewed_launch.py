@@ -12,7 +12,8 @@ from shardwright.launch.hosts.hosts import Host
 from shardwright.launch.joblog.job import create_job_folder
 from shardwright.launch.options.launch_options import read_options
 from shardwright.launch.options.request import HostRequest, LaunchRequest
-from shardwright.launch.remote import run_on_hosts
+from shardwright.launch.remote import RemoteAttempts
+from shardwright.launch.restarts import run_job
 
 SKEWED, AHEAD_S, HOSTS = sys.argv[1], float(sys.argv[2]), sys.argv[3]
 PATCH = f"""
@@ -37,6 +38,7 @@ request = LaunchRequest(
 options = read_options(request)
 assert options.remote is not None
 folder = create_job_folder(options.log_dir, options.job)
-code = run_on_hosts(options, options.remote, folder, lambda: None, make_carrier=SkewedCarrier)
+attempts = RemoteAttempts(options, options.remote, SkewedCarrier)
+code = run_job(options.restarts, folder, attempts, lambda: None)
 sys.stdout.flush()
 os._exit(code)

@@ -7,24 +7,15 @@ from typing import Any
 
 import click
 
-from shardwright.cli.group import HOST, HOSTFILE, PYTHON, TIMEOUT, WDIR
+from shardwright.cli.group import HOST, HOSTFILE, PYTHON, TIMEOUT, WDIR, on_hosts
+from shardwright.errors import UsageError
 
 
 @click.command()
-@HOST
-@HOSTFILE
-@PYTHON
-@TIMEOUT
+@on_hosts
 @click.option("--json", "as_json", is_flag=True, help="Print JSON in place of the table.")
 @click.option("--fix-script", "script", is_flag=True, help="Print a script of what to type; nothing is run.")
-def doctor(
-    hosts: str | None,
-    hostfile: str | None,
-    python: tuple[str, ...],
-    connect_timeout_s: float,
-    as_json: bool,
-    script: bool,
-) -> None:
+def doctor(as_json: bool, script: bool, **where: Any) -> None:
     """Look for what is in the way of a job on this host or on several, and say what to type.
 
     \b
@@ -35,8 +26,11 @@ def doctor(
     The exit code is 0, or 1 where something slows or endangers a job, or 2 where something is in its way.
     """
     from shardwright.cluster.doctor.command import doctor as run
+    from shardwright.launch.options.request import NamedHosts
 
-    sys.exit(run(hosts, hostfile, python, connect_timeout_s, as_json, script))
+    if as_json and script:
+        raise UsageError("--json and --fix-script both print everything; type one of them")
+    sys.exit(run(NamedHosts.read(**where), as_json, script))
 
 
 @click.group()
@@ -45,22 +39,11 @@ def hosts() -> None:
 
 
 @hosts.command()
-@HOST
-@HOSTFILE
-@PYTHON
-@TIMEOUT
+@on_hosts
 @click.option("--dry-run", "dry", is_flag=True, help="Show what would be done, and end.")
 @click.option("--undo", is_flag=True, help="Put everything back as it was before.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask before it is done.")
-def trust(
-    hosts: str | None,
-    hostfile: str | None,
-    python: tuple[str, ...],
-    connect_timeout_s: float,
-    dry: bool,
-    undo: bool,
-    yes: bool,
-) -> None:
+def trust(dry: bool, undo: bool, yes: bool, **where: Any) -> None:
     """Let every host log in to every other one by ssh without a password.
 
     \b
@@ -71,20 +54,19 @@ def trust(
     all of them. What will be done is shown first. ssh asks for a password where it needs one; it is not kept.
     """
     from shardwright.cluster.trust.command import trust as run
+    from shardwright.launch.options.request import NamedHosts
 
-    sys.exit(run(hosts, hostfile, python, connect_timeout_s, dry, undo, yes))
+    sys.exit(run(NamedHosts.read(**where), dry, undo, yes))
 
 
 @hosts.command("check")
-@HOST
-@HOSTFILE
-@PYTHON
-@TIMEOUT
-def check_hosts(hosts: str | None, hostfile: str | None, python: tuple[str, ...], connect_timeout_s: float) -> None:
+@on_hosts
+def check_hosts(**where: Any) -> None:
     """Try ssh from every host to every other one; the exit code is 0 where no pair needs a password."""
     from shardwright.cluster.trust.command import check as run
+    from shardwright.launch.options.request import NamedHosts
 
-    sys.exit(run(hosts, hostfile, python, connect_timeout_s))
+    sys.exit(run(NamedHosts.read(**where)))
 
 
 @click.command(context_settings={"allow_interspersed_args": False})

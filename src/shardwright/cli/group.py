@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from importlib import import_module
 
@@ -87,6 +87,13 @@ WDIR = click.option(
 TIMEOUT = click.option(
     "--connect-timeout", "connect_timeout_s", default=10.0, show_default=True, metavar="SECONDS", help="For ssh."
 )
+
+
+def on_hosts(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options that `NamedHosts.read` takes."""
+    return HOST(HOSTFILE(PYTHON(TIMEOUT(command))))
+
+
 LOG_DIR = click.option(
     "--log-dir", default="log_output", show_default=True, metavar="DIR", help="Where the jobs' folders are."
 )

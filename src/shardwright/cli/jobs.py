@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import click
 
-from shardwright.cli.group import HOST, HOSTFILE, LOG_DIR, PYTHON, TIMEOUT
+from shardwright.cli.group import LOG_DIR, on_hosts
 
 
 @click.command()
@@ -27,15 +28,9 @@ def logs(job: str | None, follow: bool, ranks: str, log_dir: str) -> None:
 @click.option(
     "--log-dir", default="log_output", show_default=True, metavar="DIR", help="Where ended jobs' folders are."
 )
-@HOST
-@HOSTFILE
-@PYTHON
-@TIMEOUT
+@on_hosts
 @click.argument("job", required=False)
-def watch(
-    job: str | None, log_dir: str, hosts: str | None, hostfile: str | None, python: tuple[str, ...],
-    connect_timeout_s: float,
-) -> None:  # fmt: skip
+def watch(job: str | None, log_dir: str, **where: Any) -> None:
     """Show what all ranks of a job do, until it ends: step, loss, times, memory, who is slow or stopped, what they say.
 
     JOB is its name, as `shardwright ps` shows it, or the folder of its logs; without it the one that runs here. With -H
@@ -44,14 +39,11 @@ def watch(
     """
     from pathlib import Path
 
-    from shardwright.launch.options.request import HostRequest, PerHost
-
-    named, _ = HostRequest(hosts=hosts, hostfile=hostfile).named(None)
     from shardwright.cluster.watch import command
+    from shardwright.launch.options.request import NamedHosts
 
-    if named is None:
-        sys.exit(command.watch(job, Path(log_dir)))
-    sys.exit(command.watch_on(job, named, PerHost.read("--python", python, named), connect_timeout_s))
+    named = NamedHosts.read(**where)
+    sys.exit(command.watch(job, Path(log_dir)) if named is None else command.watch_on(job, named))
 
 
 @click.command()
@@ -74,50 +66,40 @@ def report(job: str | None, html: str | None, log_dir: str) -> None:
 
 
 @click.command()
-@HOST
-@HOSTFILE
-@PYTHON
-@TIMEOUT
-def ps(hosts: str | None, hostfile: str | None, python: tuple[str, ...], connect_timeout_s: float) -> None:
+@on_hosts
+def ps(**where: Any) -> None:
     """List the jobs that you have launched on this host, with their hosts, ranks, restarts and logs.
 
     With -H those that run on these hosts, wherever they were launched, also where their launcher is gone.
     """
-    from shardwright.launch.options.request import HostRequest, PerHost
+    from shardwright.launch.options.request import NamedHosts
 
-    named, _ = HostRequest(hosts=hosts, hostfile=hostfile).named(None)
-    if named is None:
+    if (named := NamedHosts.read(**where)) is None:
         from shardwright.launch.joblog.jobs import show_jobs
 
         click.echo(show_jobs())
         return
     from shardwright.cluster.jobs.command import ps as ps_on
 
-    sys.exit(ps_on(named, PerHost.read("--python", python, named), connect_timeout_s))
+    sys.exit(ps_on(named))
 
 
 @click.command()
 @click.option("--now", is_flag=True, help="Kill the ranks at once.")
-@HOST
-@HOSTFILE
-@PYTHON
-@TIMEOUT
+@on_hosts
 @click.argument("job")
-def stop(
-    job: str, now: bool, hosts: str | None, hostfile: str | None, python: tuple[str, ...], connect_timeout_s: float
-) -> None:
+def stop(job: str, now: bool, **where: Any) -> None:
     """End a job on all its hosts: JOB is its name, as `shardwright ps` shows it, or the folder of its logs.
 
     Its ranks are told to end (TERM) and have the grace with which it was launched; a second call kills them. With -H a
     job that runs on these hosts, wherever it was launched, also where its launcher is gone.
     """
-    from shardwright.launch.options.request import HostRequest, PerHost
+    from shardwright.launch.options.request import NamedHosts
 
-    named, _ = HostRequest(hosts=hosts, hostfile=hostfile).named(None)
-    if named is None:
+    if (named := NamedHosts.read(**where)) is None:
         from shardwright.launch.joblog.jobs import stop_job
 
         sys.exit(stop_job(job, now, lambda text: click.echo(f"shardwright: {text}")))
     from shardwright.cluster.jobs.command import stop as stop_on
 
-    sys.exit(stop_on(job, named, PerHost.read("--python", python, named), connect_timeout_s, now))
+    sys.exit(stop_on(job, named, now))

@@ -152,7 +152,6 @@ class Steps:
         self._tell_waiting(wait=False)
 
     def _tell_waiting(self, wait: bool) -> None:
-        """Tell the line whose loss is there by now."""
         if self._waiting is not None and (wait or self._waiting[1].is_there):
             (line, loss), self._waiting = self._waiting, None
             self.tell(line | {"loss": loss.value()})

@@ -48,12 +48,10 @@ def is_explained(error: OSError) -> bool:
 
 
 def _short(name: str) -> str:
-    """Return a path as it is shown, of which no one reads thousands of letters."""
     return name if len(name) <= 300 else f"{name[:100]}...{name[-20:]}"
 
 
 def _room(where: str, size_bytes: int) -> str:
-    """Return how much room there is and was wanted, as far as that is known."""
     folder = os.path.abspath(where or ".")
     while not os.path.exists(folder) and folder != os.path.dirname(folder):
         folder = os.path.dirname(folder)

@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Numbers and texts as people read them."""
 
 from __future__ import annotations
 
@@ -50,3 +50,14 @@ def drawn(text: str, columns: int) -> str:
     '\\r\\x1b[Ksaving:'
     """
     return f"\r\x1b[K{''.join(letter if letter.isprintable() else '?' for letter in text)[: (columns or 80) - 1]}"
+
+
+def plain(text: object, longest: int = 300) -> str:
+    r"""Return a text as it may stand on a terminal: one line, nothing that a terminal would take as an order.
+
+    >>> plain("mlx5_0\x1b[2J\nup")
+    'mlx5_0\\x1b[2J up'
+    """
+    words = " ".join(str(text).split())
+    safe = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words)
+    return safe if len(safe) <= longest else f"{safe[: longest - 3]}..."

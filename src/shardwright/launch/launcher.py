@@ -29,6 +29,7 @@ from shardwright.errors import LaunchError
 from shardwright.launch.attempt import Attempt, AttemptEnd, RunReport
 from shardwright.launch.carriers.connection import Carrier, Connection, Connections
 from shardwright.launch.hangs.stall import HINT, STALLED_CODE, StallWatch
+from shardwright.launch.host import protocol
 from shardwright.launch.host.processes import (
     ENDING_SIGNALS,
     KILL_NOW,
@@ -36,32 +37,6 @@ from shardwright.launch.host.processes import (
     become_subreaper,
     descendants,
     woken_by,
-)
-from shardwright.launch.host.protocol import (
-    CarrierOutput,
-    Continued,
-    End,
-    Ended,
-    EndRequested,
-    Errors,
-    Event,
-    Exited,
-    Kill,
-    LeftoverProcesses,
-    LogLost,
-    NotStarted,
-    Output,
-    OutputLost,
-    OutputTail,
-    Progressed,
-    RequestErrors,
-    RequestStacks,
-    Signal,
-    Stacks,
-    Started,
-    StepsReported,
-    Stopped,
-    SupervisorGone,
 )
 from shardwright.launch.joblog.judge import Judge, RankEnd, describe_ranks, rank_end, signal_name, torchrun_end
 from shardwright.launch.joblog.logs import LiveFiles, RankLogs
@@ -170,7 +145,7 @@ class Launcher:
     def _take_signals(self, fd: int) -> None:
         for signum in os.read(fd, 512):
             if signum in PASSED_SIGNALS:
-                self.connections.order(Signal(signum))
+                self.connections.order(protocol.Signal(signum))
             elif signum in ENDING_SIGNALS:
                 self._interrupt(signum)
             elif signum == KILL_NOW:
@@ -194,11 +169,11 @@ class Launcher:
                     f"{name}: ending {living} ranks, which have {grace_s:g} s before they are killed"
                     f" (Ctrl-C{' again' if signum == signal.SIGINT else ''} kills them now)"
                 )
-                self.connections.end(End(signum, grace_s))
+                self.connections.end(protocol.End(signum, grace_s))
 
     def _kill(self, why: str) -> None:
         self.say(f"{why}: killing what is left")
-        self.connections.end(Kill())
+        self.connections.end(protocol.Kill())
 
     # --- events
 
@@ -213,57 +188,59 @@ class Launcher:
         for event in received:
             self._take(connection, event)
 
-    def _take(self, connection: Connection, event: Event) -> None:
-        if isinstance(event, Output | OutputLost | Progressed | Continued | Exited):
+    def _take(self, connection: Connection, event: protocol.Event) -> None:
+        if isinstance(
+            event, protocol.Output | protocol.OutputLost | protocol.Progressed | protocol.Continued | protocol.Exited
+        ):
             self._moved()
         match event:
-            case Started(rank, pid):
+            case protocol.Started(rank, pid):
                 self.live.became(rank, "running", pid=pid, host=connection.name)
                 self._started(rank)
-            case StepsReported(rank, data):
+            case protocol.StepsReported(rank, data):
                 self.live.told(rank, data)
                 if (doing := current_task(data)) is not None:
                     self.attempt.console.draw(doing)
-            case Output(rank, stream, data):
+            case protocol.Output(rank, stream, data):
                 self.logs.write(rank, stream, data)
                 self.attempt.console.output(rank, stream, data)
-            case OutputLost(rank, stream, lost_bytes, reason):
+            case protocol.OutputLost(rank, stream, lost_bytes, reason):
                 self.logs.lose(rank, stream, lost_bytes, reason)
-            case OutputTail(rank, stream, data):
+            case protocol.OutputTail(rank, stream, data):
                 self.logs.write(rank, stream, data)
-            case LogLost(rank, stream, lost_bytes, why):
+            case protocol.LogLost(rank, stream, lost_bytes, why):
                 self.say(f"{self.logs.path(rank, stream)} lacks {lost_bytes} bytes{f' ({why})' if why else ''}")
-            case Stopped(rank, signum, pid):
+            case protocol.Stopped(rank, signum, pid):
                 self.live.became(rank, "stopped", signal=signal_name(signum), pid=pid, host=connection.name)
                 self._tell(connection, event)
-            case Continued(rank):
+            case protocol.Continued(rank):
                 self.live.became(rank, "running")
                 self._tell(connection, event)
-            case LeftoverProcesses():
+            case protocol.LeftoverProcesses():
                 self._tell(connection, event)
-            case Stacks(quiet_s, data):
+            case protocol.Stacks(quiet_s, data):
                 self.stall.answered(connection.name, quiet_s, data)
-            case Exited(rank):
+            case protocol.Exited(rank):
                 self.live.became(rank, "ended", code=event.code)
                 tail = self.logs.stderr_tail(rank)
                 end = rank_end(event, connection.clock_ahead_s, tail, self._host(rank))
                 if self.judge.ended(torchrun_end(end) if self.attempt.options.by_torchrun else end):
                     self._ask_errors()
-            case Errors(errors):
+            case protocol.Errors(errors):
                 ahead_s = connection.clock_ahead_s
                 self.judge.answered(connection.name, {r: (text, time_s - ahead_s) for r, text, time_s in errors})
-            case CarrierOutput(text, matters):
+            case protocol.CarrierOutput(text, matters):
                 self._carrier_said(text, matters)
-            case NotStarted(reason):
+            case protocol.NotStarted(reason):
                 self._not_started(f"{connection.name}: {reason}" if self.connections.hosts else reason)
-            case EndRequested(now=True):
+            case protocol.EndRequested(now=True):
                 self._end_now(f"stop --now -H {connection.name}")
-            case EndRequested() if not self.judge.ending:
+            case protocol.EndRequested() if not self.judge.ending:
                 self.say(f"`shardwright stop -H {connection.name}` asks to end the job")
                 self._interrupt(signal.SIGTERM)
-            case SupervisorGone():
+            case protocol.SupervisorGone():
                 self._lost(connection)
-            case Ended():
+            case protocol.Ended():
                 self._ended(connection, event)
 
     def _started(self, rank: int) -> None:
@@ -276,19 +253,20 @@ class Launcher:
         if self.stall.moved():
             self.say("the ranks get on again")
 
-    def _tell(self, connection: Connection, event: Stopped | Continued | LeftoverProcesses) -> None:
-        """Tell the person, as long as nothing has begun to end the job."""
+    def _tell(
+        self, connection: Connection, event: protocol.Stopped | protocol.Continued | protocol.LeftoverProcesses
+    ) -> None:
         if self.judge.ending:
             return
         match event:
-            case Stopped(rank, signum, pid):
+            case protocol.Stopped(rank, signum, pid):
                 self.say(
                     f"rank {rank} is stopped ({signal_name(signum)}) and the job waits for it; "
                     f"`kill -CONT {pid}`{self._on(connection)} continues it, Ctrl-C ends the job"
                 )
-            case Continued(rank):
+            case protocol.Continued(rank):
                 self.say(f"rank {rank} continues")
-            case LeftoverProcesses(names):
+            case protocol.LeftoverProcesses(names):
                 listed = ", ".join(f"{name} (pid {pid})" for pid, name in names.items())
                 self.say(f"the ranks left processes behind, which are ended now: {listed}")
 
@@ -303,7 +281,7 @@ class Launcher:
         self.judge.not_started = reason
         self.connections.expect_nothing()
 
-    def _ended(self, connection: Connection, event: Ended) -> None:
+    def _ended(self, connection: Connection, event: protocol.Ended) -> None:
         connection.over = True
         self.killed |= set(event.killed)
         self.unkillable += [f"{pid}{self._on(connection)}" for pid in event.unkillable]
@@ -316,7 +294,6 @@ class Launcher:
             self.say(f"processes that do not end even when killed: {', '.join(self.unkillable)}")
 
     def _lost(self, connection: Connection) -> None:
-        """Give up a host that has not said its last word, and never will."""
         lost_s = time.time()
         if connection.silent_too_long and connection.lease_s is not None:
             lost_s -= connection.lease_s  # when it was last heard
@@ -338,7 +315,7 @@ class Launcher:
     # --- the verdict
 
     def _ask_errors(self) -> None:
-        self.connections.order(RequestErrors())
+        self.connections.order(protocol.RequestErrors())
         self.judge.settle(self.connections.leases().items(), time.monotonic())
 
     def _judge(self) -> None:
@@ -358,7 +335,7 @@ class Launcher:
             self.say(HINT)
         if self.stall.should_ask():
             self.stall.ask(self.connections.leases())
-            self.connections.order(RequestStacks())
+            self.connections.order(protocol.RequestStacks())
         elif self.stall.is_stalled():
             self._stalled()
 
@@ -389,7 +366,7 @@ class Launcher:
         except OSError as error:
             self.say(f"the job cannot be marked as failed: {error}")
         self.say("\n".join([text, *details]))
-        self.connections.end(End(signal.SIGTERM, self.attempt.options.grace_s, failure))
+        self.connections.end(protocol.End(signal.SIGTERM, self.attempt.options.grace_s, failure))
 
     def _conclude(self) -> AttemptEnd:
         if (reason := self.judge.not_started) is not None and self.judge.interrupted is None:

@@ -9,23 +9,11 @@ from shardwright.errors import LaunchError
 from shardwright.launch.carriers.connection import Carrier
 from shardwright.launch.carriers.ssh import SshCarrier
 from shardwright.launch.hosts.hosts import Host, Hosts
-from shardwright.launch.joblog.job import JobFolder
 from shardwright.launch.options.launch_options import LaunchOptions, read_tee
 from shardwright.launch.options.request import RemoteOptions, RestartOptions
-from shardwright.launch.restarts import Notify, run_job
+from shardwright.launch.restarts import Notify
 
 MakeCarrier = Callable[[LaunchOptions, RemoteOptions], SshCarrier]
-
-
-def run_on_hosts(
-    options: LaunchOptions,
-    remote: RemoteOptions,
-    folder: JobFolder,
-    started: Callable[[], None],
-    make_carrier: MakeCarrier,
-) -> int:
-    """Run the job and return its exit code; raises `UsageError` or `LaunchError` where nothing was started."""
-    return run_job(options.restarts, folder, RemoteAttempts(options, remote, make_carrier), started)
 
 
 class RemoteAttempts:

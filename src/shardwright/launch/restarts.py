@@ -154,7 +154,6 @@ class _Attempts:
         self.record = record
 
     def _give_up(self, before: AttemptEnd, error: Exception) -> int:
-        """End a job that has failed and cannot begin again; return its exit code."""
         self._say(f"the job cannot be restarted: {error}")
         self.last = None
         before.finish(FAILED, before.outcome.exit_code)
@@ -169,7 +168,6 @@ class _Attempts:
             self._say(f"the job has failed {len(self.past) + 1} times; --max-restarts {len(self.past)} is used up")
 
     def _pause(self, failed: AttemptEnd) -> None:
-        """Say that the job restarts, and wait until it may."""
         now_s = time.monotonic()
         soon = failed.all_started_s is None or now_s - failed.all_started_s < _AT_ONCE_S
         self.at_once = self.at_once + 1 if soon else 0

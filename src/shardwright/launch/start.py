@@ -90,11 +90,11 @@ def launch(asked: LaunchOptions) -> int:
     row = STARTS[asked.carrier.name]
     options = row.in_place(asked)
     if (remote := options.remote) is not None:
-        from shardwright.launch.remote import run_on_hosts
+        from shardwright.launch.remote import RemoteAttempts
 
         assert row.on_hosts is not None
         folder = create_job_folder(options.log_dir, options.job)
-        run = partial(run_on_hosts, options, remote, folder, make_carrier=row.on_hosts)
+        run = partial(run_job, options.restarts, folder, RemoteAttempts(options, remote, row.on_hosts))
         return detach(run, folder) if options.detach else run(lambda: None)
     assert row.here is not None
     with contextlib.closing(lease_port(options.port)) as lease:  # a port that is taken is told before a folder is made

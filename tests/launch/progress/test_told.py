@@ -159,7 +159,7 @@ class Answering:
     def __init__(self, name, folder, state):
         self.host, self.record = Host(name), {"name": "digits", "folder": str(folder), "state": state}
 
-    def ask(self, order):
+    def demand(self, order):
         if order["order"] == "jobs":
             return {"records": [self.record]}
         return WatchedJob(Path(order["folder"])).snapshot().to_message()
@@ -169,7 +169,7 @@ def test_a_job_that_was_lost_is_not_meant_where_another_of_its_name_is(tmp_path,
     made, _ = job(tmp_path, status="succeeded", exit_code=0)
     probes = {"a": Answering("a", tmp_path / "gone", "lost"), "b": Answering("b", made.path, "running")}
     monkeypatch.setattr(command, "open_all", lambda *_, **__: contextlib.nullcontext((probes, {})))
-    assert command.watch_on("digits", None, None, 1.0) == 0
+    assert command.watch_on("digits", None) == 0
     assert "job digits succeeded" in capsys.readouterr().err
 
 

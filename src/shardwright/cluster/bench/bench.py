@@ -80,7 +80,6 @@ def _problem(world: World, options: BenchOptions) -> str | None:
 
 
 def _free_bytes() -> int:
-    """Return the memory that new processes can have without swapping, as Linux reports it."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -89,15 +88,11 @@ def _free_bytes() -> int:
 
 @dataclass(frozen=True)
 class _Timed:
-    """The time of a half of a row, before it is rounded, and its wrong elements."""
-
     seconds: float
     wrong: int | None
 
 
 class _Bench:
-    """The settings that stay the same over all rows of a job."""
-
     def __init__(self, world: World, options: BenchOptions) -> None:
         self.world = world
         self.options = options
@@ -121,7 +116,6 @@ class _Bench:
         return Test(operation.program, tuple(rows), bounds[best])
 
     def _copied(self, size: int) -> Roofline:
-        """Return the bound on the row of this size, measured beside it."""
         if size == 0:
             return Roofline(None, "nothing was moved")
         options, device = self.options, self.world.device
@@ -177,7 +171,6 @@ class _Bench:
 
 
 def _this_device(world: World) -> RankDevice:
-    """Return this rank, with its GPU or its processor."""
     bus: tuple[int, ...] = (0, 0, 0)
     number, name = world.local_rank, processor()
     if world.device.type == "cuda":

@@ -27,7 +27,6 @@ _LARGE_ENOUGH = 1 << 20
 
 
 def _numbers(rank: int, ranks: int, reduction: str, dtype: torch.dtype) -> Tensor:
-    """Return the pattern of a rank as int64 [PERIOD]."""
     largest = _LARGEST.get(dtype, _LARGE_ENOUGH)
     generator = torch.Generator().manual_seed(7919 * rank + 1)
     place = torch.arange(PERIOD)

@@ -165,7 +165,6 @@ def _call_broadcast(case: Case, buffers: Buffers) -> None:
 
 
 def _call_sendrecv(case: Case, buffers: Buffers) -> None:
-    """Send to the right neighbour and receive from the left one."""
     if case.ranks == 1:
         buffers.received.copy_(_aside(buffers))
         return

@@ -99,7 +99,6 @@ def _plain(part: nn.Parameter) -> nn.Parameter:
 
 
 def _training(parameters: Sequence[nn.Parameter]) -> Callable[[], None]:
-    """Return a step's work on parameters beside its operators."""
     note_trained(parameters)
     optimizer = AdamW(parameters, 1e-3)
     gradients = [torch.ones_like(local_part(parameter)) for parameter in parameters]

@@ -225,7 +225,6 @@ def _row(
 
 
 def _looked_at(cell: _Cell, device: torch.device) -> float:
-    """Return the seconds of timing a size once, barrier included."""
     calls = []
     for _ in range(_LOOKS):  # the least: others may want the cores for an instant
         start_s = time.perf_counter()
@@ -307,7 +306,6 @@ def _in_a_program(groups: _Groups, kind: CollectiveKind, device: torch.device) -
 
 
 def _beside(hardware: Hardware) -> Iterator[str]:
-    """Yield the overheads of a step beside operators and collectives."""
     for known in hardware.updates:
         yield (
             f"an optimizer with {known.per_entry} states of an entry: {known.bandwidth / 1e9:.2f} GB/s of what it "

@@ -47,7 +47,6 @@ def fit(points: Sequence[tuple[int, float]], tolerance: float = 0.08) -> Curve:
 
 
 def _without_outliers(times: Array) -> Array:
-    """Return the times, each inner one replaced by the median of three neighbours."""
     kept = times.copy()
     kept[1:-1] = np.median(np.stack([times[:-2], times[1:-1], times[2:]]), axis=0)
     return kept

@@ -17,10 +17,10 @@ from shardwright.cluster.doctor.checks import CHECKS
 from shardwright.cluster.doctor.checks.between import check_between
 from shardwright.cluster.doctor.finding import HostFinding, Severity, examine
 from shardwright.cluster.doctor.reach import Cluster, ask_all
-from shardwright.cluster.doctor.reading import HostReading, plain, typed
-from shardwright.errors import UsageError
+from shardwright.cluster.doctor.reading import HostReading, typed
+from shardwright.common.words import plain
 from shardwright.launch.hosts.hosts import Host, Hosts
-from shardwright.launch.options.request import HostRequest, PerHost
+from shardwright.launch.options.request import NamedHosts
 
 _WORDS = {
     Severity.PROBLEM: ("PROBLEM", "bold red"),
@@ -146,21 +146,9 @@ def _commented(line: str, severity: Severity) -> str:
     return line if why is None else f"# {why}: {line}"
 
 
-def doctor(
-    hosts: str | None,
-    hostfile: str | None,
-    python: Sequence[str],
-    connect_timeout_s: float,
-    as_json: bool,
-    script: bool,
-) -> int:
+def doctor(where: NamedHosts | None, as_json: bool, script: bool) -> int:
     """Look, print, and return the exit code: 0, 1 for warnings, 2 for problems."""
-    if as_json and script:
-        raise UsageError("--json and --fix-script both print everything; type one of them")
-    named, _ = HostRequest(hosts=hosts, hostfile=hostfile).named(None)
-    cluster = (
-        look_here() if named is None else ask_all(named, PerHost.read("--python", python, named), connect_timeout_s)
-    )
+    cluster = look_here() if where is None else ask_all(where)
     found = find(cluster)
     names = [host.name for host in cluster.hosts]
     if as_json:

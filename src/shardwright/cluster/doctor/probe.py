@@ -33,6 +33,7 @@ from typing import Any
 from shardwright.cluster.doctor import sources
 from shardwright.cluster.programs.on_host import answer_orders, login_try
 from shardwright.launch.hosts import interfaces
+from shardwright.launch.hosts.hosts import resolve
 
 COMMAND_S = 4.0
 _TORCH_S = 10.0  # importing it takes seconds
@@ -56,10 +57,10 @@ def look() -> dict[str, Any]:
     """Return everything that checks read of this host, as JSON can hold it."""
     with ThreadPoolExecutor(16) as pool:
         commands = {" ".join(words): pool.submit(_run, words) for words in sources.COMMANDS}
-        nccl, named = pool.submit(_nccl), pool.submit(_resolve, socket.gethostname())
+        nccl, named = pool.submit(_nccl), pool.submit(resolve, socket.gethostname(), REACH_S)
         architectures = pool.submit(_architectures)
         files, unreadable = _files()
-        facts = {**_interpreter(), **_machine(), "nccl": nccl.result(), "own_name": named.result()}
+        facts = {**_interpreter(), **_machine(), "nccl": nccl.result(), "own_name": named.result() or None}
         facts["torch_architectures"] = architectures.result()
         ran = {name: answer for name, future in commands.items() if (answer := future.result()) is not None}
     return {"files": files, "unreadable": unreadable, "commands": ran, "facts": facts}
@@ -177,7 +178,6 @@ def _machine() -> dict[str, Any]:
 
 
 def _disks() -> dict[str, list[int]]:
-    """Return free and all bytes of the file systems that a job writes to."""
     found: dict[str, list[int]] = {}
     for path in ("/dev/shm", os.environ.get("TMPDIR", "/tmp"), os.path.expanduser("~"), os.getcwd()):
         with contextlib.suppress(OSError):
@@ -228,20 +228,6 @@ def _architectures() -> list[str] | None:
     return answer["out"].split() if answer is not None and answer["code"] == 0 else None
 
 
-def _resolve(name: str) -> list[str] | None:
-    """Return the addresses of a name; None where nobody knows it, or no name server answered in time."""
-    found: list[str] = []
-
-    def ask() -> None:
-        with contextlib.suppress(OSError, UnicodeError):
-            found.extend(str(e[4][0]) for e in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
-
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(REACH_S)
-    return list(dict.fromkeys(found)) or None
-
-
 # --- what the program on a host does after it has looked
 
 
@@ -262,7 +248,6 @@ def main(_packed: int) -> None:
 
 
 def _serve(listening: socket.socket, word: bytes) -> None:
-    """Say the word and much more to whoever connects."""
     while True:
         connected, _ = listening.accept()
         threading.Thread(target=_send, args=(connected, word), daemon=True).start()
@@ -277,10 +262,10 @@ def _send(connected: socket.socket, word: bytes) -> None:
 def _reach(peers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     with ThreadPoolExecutor(max(1, 3 * len(peers))) as pool:
         tcp = {p["name"]: pool.submit(_connect_all, p["addresses"], p["port"], p["word"].encode()) for p in peers}
-        names = {p["name"]: pool.submit(_resolve, p["resolve"]) for p in peers}
+        names = {p["name"]: pool.submit(resolve, p["resolve"], REACH_S) for p in peers}
         ssh = {p["name"]: pool.submit(_ssh, p["target"]) for p in peers}
         return {
-            name: {"tcp": tcp[name].result(), "addresses": names[name].result(), "ssh": ssh[name].result()}
+            name: {"tcp": tcp[name].result(), "addresses": names[name].result() or None, "ssh": ssh[name].result()}
             for name in tcp
         }
 

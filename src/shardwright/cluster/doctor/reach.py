@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import secrets
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,9 +18,9 @@ from typing import Any
 
 from shardwright.cluster.doctor import probe
 from shardwright.cluster.doctor.reading import CommandResult, HostReading, Unreadable
-from shardwright.cluster.programs.connection import NoAnswer, Probe
+from shardwright.cluster.programs.connection import NoAnswer, Probe, open_all
 from shardwright.launch.hosts.hosts import Host, Hosts
-from shardwright.launch.options.request import PerHost
+from shardwright.launch.options.request import NamedHosts
 
 _LOOKS_AT_CLOCK = 3
 MOST_PAIRED = 12
@@ -64,36 +63,28 @@ class Cluster:
     ways: Mapping[tuple[str, str], Route] = field(default_factory=dict)
 
 
-def ask_all(hosts: Hosts, python: PerHost, connect_timeout_s: float) -> Cluster:
+def ask_all(where: NamedHosts) -> Cluster:
     """Read all hosts at once. Raises `LaunchError` where ssh itself cannot be started here."""
-    opened: dict[str, Probe] = {}
-    silent: dict[str, str] = {}
     readings: dict[str, HostReading] = {}
     ahead_s: dict[str, float] = {}
     ports: dict[str, int] = {}
+    with open_all(where, probe.__name__) as (opened, silent), ThreadPoolExecutor(max(1, len(where.hosts))) as pool:
 
-    def look(host: Host) -> None:
-        try:
-            one = opened[host.name] = Probe(
-                host, probe.__name__, python.on(host.name) or sys.executable, connect_timeout_s
-            )
-            ahead_s[host.name] = _ahead_s(one)
-            answer = one.ask({"order": "look"})
-            readings[host.name], ports[host.name] = HostReading.of(host.name, answer), int(answer["port"])
-        except (NoAnswer, Unreadable) as error:
-            silent[host.name] = str(error)
-        except (KeyError, TypeError, ValueError) as error:
-            silent[host.name] = f"it answered in another form than expected: {error!r}"
+        def look(name: str) -> None:
+            try:
+                ahead_s[name] = _ahead_s(opened[name])
+                answer = opened[name].ask({"order": "look"})
+                readings[name], ports[name] = HostReading.of(name, answer), int(answer["port"])
+            except (NoAnswer, Unreadable) as error:
+                silent[name] = str(error)
+            except (KeyError, TypeError, ValueError) as error:
+                silent[name] = f"it answered in another form than expected: {error!r}"
 
-    with ThreadPoolExecutor(max(1, len(hosts))) as pool:
-        try:
-            list(pool.map(look, hosts))
-            good = [host for host in hosts if host.name not in silent]
-            ways = _ways(good, readings, ports, opened, silent, pool)
-        finally:
-            list(pool.map(lambda one: one.close(), opened.values()))
+        list(pool.map(look, opened))
+        good = [host for host in where.hosts if host.name not in silent]
+        ways = _ways(good, readings, ports, opened, silent, pool)
     told = {host.name: with_way_out(readings[host.name], ways) for host in good}
-    return Cluster(hosts, told, silent, ahead_s, ways)
+    return Cluster(where.hosts, told, silent, ahead_s, ways)
 
 
 def _ahead_s(one: Probe) -> float:
@@ -152,7 +143,6 @@ def addresses_of(reading: HostReading) -> list[str]:
 
 
 def _entries(reading: HostReading) -> list[tuple[str, str, int]]:
-    """Return interface, address and speed, of those that are such."""
     told = reading.facts.get("addresses")
     found = []
     for entry in told if isinstance(told, list) else ():

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-_LONGEST = 300
+from shardwright.common.words import plain
+
 T = TypeVar("T")
 
 
@@ -98,17 +99,6 @@ class HostReading:
     def changed(self, **facts: Any) -> HostReading:
         """Return the same host with other facts."""
         return replace(self, facts={**self.facts, **facts})
-
-
-def plain(text: object, longest: int = _LONGEST) -> str:
-    r"""Return a text as it may stand on a terminal: one line, nothing that a terminal would take as an order.
-
-    >>> plain("mlx5_0\x1b[2J\nup")
-    'mlx5_0\\x1b[2J up'
-    """
-    words = " ".join(str(text).split())
-    safe = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words)
-    return safe if len(safe) <= longest else f"{safe[: longest - 3]}..."
 
 
 def typed(*words: object) -> str:

@@ -12,13 +12,12 @@ from typing import Any
 
 import click
 
-from shardwright.cluster.doctor.reading import plain
 from shardwright.cluster.jobs import on_host
-from shardwright.cluster.programs.connection import NoAnswer, Probe, open_all
+from shardwright.cluster.programs.connection import Probe, open_all
+from shardwright.common.words import plain
 from shardwright.errors import LaunchError, UsageError
-from shardwright.launch.hosts.hosts import Hosts
 from shardwright.launch.joblog.jobs import moment, table_lines
-from shardwright.launch.options.request import PerHost
+from shardwright.launch.options.request import NamedHosts
 
 ELSEWHERE, LEFT = "elsewhere", "left"
 _EXPLAINED = {
@@ -162,17 +161,17 @@ _POLL_S = 0.3
 Probes = Mapping[str, Probe]
 
 
-def ps(hosts: Hosts, python: PerHost, timeout_s: float) -> int:
+def ps(where: NamedHosts) -> int:
     """Print the jobs on the hosts; the exit code is 1 where a host is silent."""
-    with open_all(hosts, on_host.__name__, python, timeout_s) as (probes, silent):
+    with open_all(where, on_host.__name__) as (probes, silent):
         jobs = _look(probes)
     click.echo("\n".join(lines_of(jobs)) if jobs else "no job of this user runs on these hosts")
     return _tell_silent(silent)
 
 
-def stop(word: str, hosts: Hosts, python: PerHost, timeout_s: float, now: bool) -> int:
+def stop(word: str, where: NamedHosts, now: bool) -> int:
     """End a job on the hosts; the exit code is 0 where nothing of it is left on any of them."""
-    with open_all(hosts, on_host.__name__, python, timeout_s) as (probes, silent):
+    with open_all(where, on_host.__name__) as (probes, silent):
         job = find(_look(probes), word)
         ended = _stop(job, probes, now)
     return max(_tell_silent(silent), 0 if ended else 1)
@@ -186,16 +185,9 @@ def _tell_silent(silent: Mapping[str, str]) -> int:
 
 def _ask(probes: Probes, names: Iterable[str], order: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the answers of hosts. Raises `LaunchError` where one of them fails."""
-
-    def ask(name: str) -> dict[str, Any]:
-        try:
-            return probes[name].ask(order)
-        except NoAnswer as error:
-            raise LaunchError(f"{name}: {plain(error)}") from None
-
     asked = list(names)
     with ThreadPoolExecutor(max(1, len(asked))) as pool:
-        return dict(zip(asked, pool.map(ask, asked), strict=True))
+        return dict(zip(asked, pool.map(lambda name: probes[name].demand(order), asked), strict=True))
 
 
 def _look(probes: Probes) -> list[FoundJob]:

@@ -38,7 +38,6 @@ _KILL_S = 8.0
 
 
 def _processes() -> dict[str, set[int]]:
-    """Return the processes of this user's jobs, by the id of the job."""
     found: dict[str, set[int]] = {}
     for pid, mark in job_marks().items():
         if (match := _MARK.fullmatch(mark)) and _is_ours(pid):
@@ -54,7 +53,6 @@ def _is_ours(pid: int) -> bool:
 
 
 def _agents(pids: Collection[int]) -> set[int]:
-    """Return the agents that stand above processes of a job."""
     above = {up for pid in pids if (up := parent(pid)) is not None} - set(pids)
     return {pid for pid in above if _is_ours(pid) and _is_agent(pid)}
 

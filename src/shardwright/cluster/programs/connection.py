@@ -16,13 +16,14 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
+from shardwright.common.words import plain
 from shardwright.errors import LaunchError
 from shardwright.launch.carriers.agent_connection import why_no_answer
 from shardwright.launch.carriers.packed import BOOT, pack, sources
 from shardwright.launch.carriers.ssh import login_command
 from shardwright.launch.host.agent_protocol import Answer, TooOld
-from shardwright.launch.hosts.hosts import Host, Hosts, is_this_host
-from shardwright.launch.options.request import PerHost
+from shardwright.launch.hosts.hosts import Host, is_this_host
+from shardwright.launch.options.request import NamedHosts
 from shardwright.launch.progress_notes import waiting_for
 
 _ANSWER_S = 15.0
@@ -83,6 +84,13 @@ class Probe:
             if len(self._buffer) > _MOST_BYTES:
                 raise NoAnswer("it answered more than an answer can be")
             self._buffer += self._read(until_s)
+
+    def demand(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the answer. Raises `LaunchError`, which names the host, where it does not answer as it should."""
+        try:
+            return self.ask(order)
+        except NoAnswer as error:
+            raise LaunchError(f"{self.host.name}: {plain(error)}") from None
 
     def _write(self, data: bytes) -> None:
         """Write in a thread: a host that has stopped reading is silent, and holds nobody up."""
@@ -145,9 +153,7 @@ def _send(descriptor: int, data: bytes) -> None:
 
 
 @contextlib.contextmanager
-def open_all(
-    hosts: Hosts, module: str, python: PerHost, timeout_s: float, batch: bool = True
-) -> Iterator[tuple[dict[str, Probe], dict[str, str]]]:
+def open_all(where: NamedHosts, module: str, batch: bool = True) -> Iterator[tuple[dict[str, Probe], dict[str, str]]]:
     """Yield the program on each host by the host's name, and why others are silent.
 
     Without ``batch`` one host is asked after the other, since ssh may ask the person.
@@ -156,18 +162,18 @@ def open_all(
     silent: dict[str, str] = {}
 
     def connect(host: Host) -> None:
-        path = python.on(host.name) or sys.executable
-        one = opened[host.name] = Probe(host, module, path, timeout_s, batch)
+        path = where.python.on(host.name) or sys.executable
+        one = opened[host.name] = Probe(host, module, path, where.timeout_s, batch)
         try:
             one.ask({"order": "hello"})
         except NoAnswer as error:
             silent[host.name] = str(error)
 
-    with ThreadPoolExecutor(max(1, len(hosts)) if batch else 1) as pool:
+    with ThreadPoolExecutor(max(1, len(where.hosts)) if batch else 1) as pool:
         try:
-            names = [host.name for host in hosts]
+            names = [host.name for host in where.hosts]
             with waiting_for(f"reaching {', '.join(names)}") if batch else contextlib.nullcontext():
-                list(pool.map(connect, hosts))
+                list(pool.map(connect, where.hosts))
             yield {n: opened[n] for n in names if n not in silent}, {n: silent[n] for n in names if n in silent}
         finally:
             list(pool.map(lambda one: one.close(), opened.values()))

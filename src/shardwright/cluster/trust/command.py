@@ -10,25 +10,24 @@ from typing import Any
 
 import click
 
-from shardwright.cluster.doctor.reading import plain
-from shardwright.cluster.programs.connection import NoAnswer, Probe, open_all
+from shardwright.cluster.programs.connection import Probe, open_all
 from shardwright.cluster.trust import on_host
 from shardwright.cluster.trust.plan import MissingLogins, SshState, authorized_line, known_lines, plan
+from shardwright.common.words import plain
 from shardwright.errors import LaunchError, UsageError
 from shardwright.launch.hosts.hosts import Host, Hosts
-from shardwright.launch.options.request import HostRequest, PerHost
+from shardwright.launch.options.request import NamedHosts
 
 Opened = Mapping[str, Probe]
 
 
-def trust(
-    hosts: str | None, hostfile: str | None, python: Sequence[str], timeout_s: float, dry: bool, undo: bool, yes: bool
-) -> int:
+def trust(where: NamedHosts | None, dry: bool, undo: bool, yes: bool) -> int:
     """Show what will be done, do it, and prove it; returns the exit code."""
-    named = _named(hosts, hostfile)
+    where = _checked(where)
+    named = where.hosts
     alone = not sys.stdin.isatty()  # nobody whom ssh could ask
-    with _open(named, PerHost.read("--python", python, named), timeout_s, batch=alone) as opened:
-        looks = {host.name: SshState.of(host, _ask(opened, host, {"order": "look"})) for host in named}
+    with _open(where, batch=alone) as opened:
+        looks = {host.name: SshState.of(host, opened[host.name].demand({"order": "look"})) for host in named}
         if undo:
             return _undo(named, opened, looks, dry, yes)
         known = {host.name: known_lines(host) for host in named}
@@ -44,38 +43,32 @@ def trust(
         return _prove(named, opened)
 
 
-def check(hosts: str | None, hostfile: str | None, python: Sequence[str], timeout_s: float) -> int:
+def check(where: NamedHosts | None) -> int:
     """Try ssh between all pairs; the exit code is 0 where every one needs no password."""
-    named = _named(hosts, hostfile)
-    with _open(named, PerHost.read("--python", python, named), timeout_s, batch=True) as opened:
+    where = _checked(where)
+    named = where.hosts
+    with _open(where, batch=True) as opened:
         return _prove(named, opened)
 
 
-def _named(hosts: str | None, hostfile: str | None) -> Hosts:
-    named, _ = HostRequest(hosts=hosts, hostfile=hostfile).named(None)
-    if named is None:
+def _checked(where: NamedHosts | None) -> NamedHosts:
+    if where is None:
         raise UsageError("no hosts are named; type -H a,b,... or --hostfile FILE")
-    if len(named) < 2:
-        raise UsageError(f"one host logs in to nobody, got {named.hosts[0].address}; type -H with two or more")
-    return named
+    if len(where.hosts) < 2:
+        raise UsageError(f"one host logs in to nobody, got {where.hosts.hosts[0].address}; type -H with two or more")
+    return where
 
 
 @contextlib.contextmanager
-def _open(hosts: Hosts, python: PerHost, timeout_s: float, batch: bool) -> Iterator[Opened]:
+def _open(where: NamedHosts, batch: bool) -> Iterator[Opened]:
     """Yield the program on each host, connected. Raises `LaunchError` where one host is silent."""
-    with open_all(hosts, on_host.__name__, python, timeout_s, batch) as (opened, silent):
+    with open_all(where, on_host.__name__, batch) as (opened, silent):
         if silent:
             listed = "".join(f"\n  {name}: {plain(why)}" for name, why in silent.items())
-            raise LaunchError(f"{len(silent)} of {len(hosts)} hosts cannot be used, and nothing was changed:{listed}")
+            raise LaunchError(
+                f"{len(silent)} of {len(where.hosts)} hosts cannot be used, and nothing was changed:{listed}"
+            )
         yield opened
-
-
-def _ask(opened: Opened, host: Host, order: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the answer of a host. Raises `LaunchError` where it fails there."""
-    try:
-        return opened[host.name].ask(order)
-    except NoAnswer as error:
-        raise LaunchError(f"{host.name}: {plain(error)}") from None
 
 
 def _may(yes: bool) -> bool:
@@ -97,7 +90,7 @@ def _apply(
         for one in lacking:
             made = looks[one.host.name]
             if one.makes_key:
-                made = SshState.of(one.host, {**_ask(opened, one.host, {"order": "key"}), **_EMPTY})
+                made = SshState.of(one.host, {**opened[one.host.name].demand({"order": "key"}), **_EMPTY})
             if made.key is None:
                 raise LaunchError(f"{one.host.name}: no key was made")
             keys[one.host.name] = made.key
@@ -105,7 +98,7 @@ def _apply(
             lines = [authorized_line(o, keys[o.name]) for o in hosts if o.name in one.lets_in]
             names = [line for name in one.knows for line in known[name]]
             if lines or names:
-                _ask(opened, one.host, {"order": "add", "authorized": lines, "known": names})
+                opened[one.host.name].demand({"order": "add", "authorized": lines, "known": names})
     except LaunchError as error:
         typed = ",".join(host.address for host in hosts)
         raise LaunchError(f"{error}\nwhat was done until then is undone by `hosts trust -H {typed} --undo`") from None
@@ -123,7 +116,7 @@ def _undo(hosts: Hosts, opened: Opened, looks: Mapping[str, SshState], dry: bool
     if not _may(yes):
         return 1
     for host in hosts:
-        told = _ask(opened, host, {"order": "undo"})
+        told = opened[host.name].demand({"order": "undo"})
         for name in told.get("cleaned", ()):
             click.echo(f"{host.name}: ~/.ssh/{plain(name)} was changed by others since; only our lines were taken out")
         for name in told.get("left", ()):
@@ -132,12 +125,11 @@ def _undo(hosts: Hosts, opened: Opened, looks: Mapping[str, SshState], dry: bool
 
 
 def _prove(hosts: Hosts, opened: Opened) -> int:
-    """Try every pair, and tell."""
     targets = {host.name: host.login for host in hosts}
 
     def ask(host: Host) -> dict[str, str | None]:
         others = {name: target for name, target in targets.items() if name != host.name}
-        said = _ask(opened, host, {"order": "login", "targets": list(others.values())}).get("logins")
+        said = opened[host.name].demand({"order": "login", "targets": list(others.values())}).get("logins")
         if not isinstance(said, dict) or any(target not in said for target in others.values()):
             raise LaunchError(f"{host.name} did not say whom it reaches")
         return {name: said[target] for name, target in others.items()}

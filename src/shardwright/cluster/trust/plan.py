@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwright.cluster.doctor.reading import plain
+from shardwright.common.words import plain
 from shardwright.errors import LaunchError
 from shardwright.launch.hosts.hosts import Host, is_this_host
 

@@ -6,22 +6,19 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import click
 from rich.console import Console, ConsoleDimensions
 from rich.live import Live
 
-from shardwright.cluster.doctor.reading import plain
-from shardwright.cluster.programs.connection import NoAnswer, Probe, open_all
+from shardwright.cluster.programs.connection import Probe, open_all
 from shardwright.cluster.watch import on_host
 from shardwright.cluster.watch.view import events, progress, screen
-from shardwright.common.words import on_a_clock
+from shardwright.common.words import on_a_clock, plain
 from shardwright.errors import LaunchError, UsageError
-from shardwright.launch.hosts.hosts import Hosts
 from shardwright.launch.joblog.job import find_job as find_in_folder
 from shardwright.launch.joblog.jobs import LOST, known_jobs, show_jobs
-from shardwright.launch.options.request import PerHost
+from shardwright.launch.options.request import NamedHosts
 from shardwright.launch.progress.ranks import Snapshot, WatchedJob
 
 TakeSnapshot = Callable[[], Snapshot]
@@ -37,9 +34,9 @@ def watch(word: str | None, log_dir: Path) -> int:
     return show(WatchedJob(_the_one() if word is None else folder_of(word, log_dir)).snapshot)
 
 
-def watch_on(word: str | None, hosts: Hosts, python: PerHost, timeout_s: float) -> int:
-    """Watch a job that was launched on one of ``hosts``."""
-    with open_all(hosts, on_host.__name__, python, timeout_s) as (probes, silent):
+def watch_on(word: str | None, where: NamedHosts) -> int:
+    """Watch a job that was launched on one of these hosts."""
+    with open_all(where, on_host.__name__) as (probes, silent):
         for name, why in silent.items():
             click.echo(f"shardwright: {name}: {plain(why)}", err=True)
         probe, folder = _launched(word, probes)
@@ -107,7 +104,6 @@ def folder_of(word: str, log_dir: Path) -> Path:
 
 
 def _the_one() -> Path:
-    """Return the folder of the only job that runs here."""
     living = [record for record in known_jobs() if record.lives]
     if len(living) == 1:
         return Path(living[0].folder)
@@ -121,7 +117,7 @@ def _launched(word: str | None, probes: Mapping[str, Probe]) -> tuple[Probe, str
     found = [
         (probe, str(record["name"]), str(record["folder"]), record["state"] == LOST)
         for probe in probes.values()
-        for record in _answer(probe, {"order": "jobs"})["records"]
+        for record in probe.demand({"order": "jobs"})["records"]
     ]
     if word is not None and os.sep in word and len(probes) == 1:
         return next(iter(probes.values())), word
@@ -139,13 +135,6 @@ def _launched(word: str | None, probes: Mapping[str, Probe]) -> tuple[Probe, str
 
 def _asked(probe: Probe, folder: str) -> Snapshot:
     try:
-        return Snapshot.from_message(_answer(probe, {"order": "watch", "folder": folder}))
+        return Snapshot.from_message(probe.demand({"order": "watch", "folder": folder}))
     except (KeyError, TypeError, ValueError) as error:
         raise LaunchError(f"{probe.host.name} answered in another form than expected: {error!r}") from None
-
-
-def _answer(probe: Probe, order: Mapping[str, str]) -> dict[str, Any]:
-    try:
-        return probe.ask(order)
-    except NoAnswer as error:
-        raise LaunchError(f"{probe.host.name}: {plain(error)}") from None

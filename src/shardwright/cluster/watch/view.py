@@ -9,8 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from shardwright.cluster.doctor.reading import plain
-from shardwright.common.words import in_bytes, in_time, on_a_clock
+from shardwright.common.words import in_bytes, in_time, on_a_clock, plain
 from shardwright.launch.joblog.job import RUNNING
 from shardwright.launch.progress.lines import StepLine
 from shardwright.launch.progress.ranks import RankSnapshot, Snapshot

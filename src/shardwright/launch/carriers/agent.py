@@ -28,19 +28,7 @@ from typing import NoReturn
 
 from shardwright.common.pulse import JOB_VARIABLE
 from shardwright.launch.carriers.packed import SUPERVISOR_BOOT
-from shardwright.launch.host.agent_protocol import (
-    AGENT_ORDERS,
-    AgentEvent,
-    AgentOrder,
-    Check,
-    Clock,
-    Reach,
-    Reached,
-    StageBegin,
-    StageEntry,
-    StageMore,
-    Staging,
-)
+from shardwright.launch.host import agent_protocol, protocol
 from shardwright.launch.host.folders import remove_folder
 from shardwright.launch.host.processes import (
     ASK_LAUNCHER,
@@ -50,23 +38,6 @@ from shardwright.launch.host.processes import (
     kill_all,
     marked,
     woken_by,
-)
-from shardwright.launch.host.protocol import (
-    EVENTS,
-    End,
-    Ended,
-    EndRequested,
-    Event,
-    Exited,
-    Heartbeat,
-    Kill,
-    NotStarted,
-    Order,
-    Output,
-    OutputLost,
-    OutputTail,
-    Start,
-    SupervisorGone,
 )
 from shardwright.launch.host.stage import StagedFiles
 from shardwright.launch.host.stream import Decoder, Writer, encode, take_stdio
@@ -93,7 +64,7 @@ class Agent:
         self.packed, self.orders = packed, orders
         self.scratch = Path(tempfile.mkdtemp(prefix="shardwright-"))
         self.selector = selectors.DefaultSelector()
-        self.decoder: Decoder[AgentOrder] = Decoder(*AGENT_ORDERS)
+        self.decoder: Decoder[agent_protocol.AgentOrder] = Decoder(*agent_protocol.AGENT_ORDERS)
         self.writer = Writer(events, gone=self.abandoned)
         self.writer.attach(self.selector)
         self.line = _Line()
@@ -136,14 +107,14 @@ class Agent:
 
     # --- to the launcher
 
-    def tell(self, event: AgentEvent) -> None:
+    def tell(self, event: agent_protocol.AgentEvent) -> None:
         self.writer.put(encode(event))
 
     def pass_signals(self, fd: int) -> None:
         """Ask the launcher to end the job, as somebody on this host has asked."""
         for signum in os.read(fd, 512):
             if signum in (ASK_LAUNCHER, KILL_NOW):
-                self.tell(EndRequested(signum == KILL_NOW))
+                self.tell(protocol.EndRequested(signum == KILL_NOW))
 
     # --- from the launcher
 
@@ -160,31 +131,31 @@ class Agent:
         for order in self.decoder.feed(data):
             self._follow(order)
 
-    def _follow(self, order: AgentOrder) -> None:
+    def _follow(self, order: agent_protocol.AgentOrder) -> None:
         match order:
-            case Heartbeat(sent_s):
-                self.tell(Clock(sent_s, time.time()))
+            case protocol.Heartbeat(sent_s):
+                self.tell(agent_protocol.Clock(sent_s, time.time()))
                 self._pass_on(order)
-            case StageBegin():
+            case agent_protocol.StageBegin():
                 self.staged = StagedFiles(order, self.scratch)
-            case StageEntry() | StageMore():
+            case agent_protocol.StageEntry() | agent_protocol.StageMore():
                 self._stage(order)
-            case Check():
+            case agent_protocol.Check():
                 self._check(order)
-            case Reach(addresses, port, word):
-                self.tell(Reached(interfaces.reach(addresses, port, word)))
-            case Start():
+            case agent_protocol.Reach(addresses, port, word):
+                self.tell(agent_protocol.Reached(interfaces.reach(addresses, port, word)))
+            case protocol.Start():
                 self._start(order)
-            case End() | Kill():
+            case protocol.End() | protocol.Kill():
                 self._end(order)
             case _:
                 self._pass_on(order)
 
-    def _pass_on(self, order: Order) -> None:
+    def _pass_on(self, order: protocol.Order) -> None:
         if self.supervisor is not None:
             self.supervisor.send(order)
 
-    def _check(self, order: Check) -> None:
+    def _check(self, order: agent_protocol.Check) -> None:
         self.lease_s = order.lease_s
         self.environment = dict(os.environ) | order.environment
         if self.staged is not None:
@@ -199,14 +170,14 @@ class Agent:
             self.selector.register(listening, selectors.EVENT_READ, lambda: interfaces.answer(listening, word))
         self.tell(answer)
 
-    def _stage(self, order: StageEntry | StageMore) -> None:
+    def _stage(self, order: agent_protocol.StageEntry | agent_protocol.StageMore) -> None:
         assert self.staged is not None
         self.staged.take(order)
         if (now_s := time.monotonic()) >= self.told_staging_s + _TELL_STAGING_S:
             self.told_staging_s = now_s
-            self.tell(Staging())
+            self.tell(agent_protocol.Staging())
 
-    def _start(self, order: Start) -> None:
+    def _start(self, order: protocol.Start) -> None:
         self.environment |= order.environment
         for left in self.scratch.iterdir():  # by an earlier run
             if not left.is_dir():
@@ -215,7 +186,7 @@ class Agent:
         try:
             self.kept = None if order.kept is None else RetainedLogs(order.kept, order.ranks)
         except OSError as error:
-            self.tell(NotStarted(
+            self.tell(protocol.NotStarted(
                 f"the log {error.filename} cannot be written there: {error.strerror}; type --job NAME or --log-dir DIR"
             ))  # fmt: skip
             return
@@ -223,11 +194,11 @@ class Agent:
         try:
             self.supervisor = _SupervisorProcess(self, order._replace(held=held, environment={}, kept=None))
         except OSError as error:
-            self.tell(NotStarted(f"the supervisor of the ranks cannot be started: {error}"))
+            self.tell(protocol.NotStarted(f"the supervisor of the ranks cannot be started: {error}"))
 
-    def _end(self, order: End | Kill) -> None:
+    def _end(self, order: protocol.End | protocol.Kill) -> None:
         """Mark the job as failed before a rank is told to end, and have a stopped supervisor go on."""
-        if isinstance(order, End) and order.failure is not None:
+        if isinstance(order, protocol.End) and order.failure is not None:
             with contextlib.suppress(OSError):
                 (self.scratch / "failed.json").write_text(json.dumps(order.failure))
         self._pass_on(order)
@@ -241,24 +212,24 @@ class Agent:
         if self.supervisor is not None:
             self.supervisor.read_if(not self.line.holds_up(self.writer.waiting_bytes))
 
-    def relay(self, event: Event) -> None:
+    def relay(self, event: protocol.Event) -> None:
         if self.kept is not None and not self._relay_kept(self.kept, event):
             return
-        if isinstance(event, Output) and self.line.leaves_out(event, self.writer.waiting_bytes):
+        if isinstance(event, protocol.Output) and self.line.leaves_out(event, self.writer.waiting_bytes):
             return
         for lost in self.line.losses():
             self.tell(lost)
         self.tell(event)
 
-    def _relay_kept(self, kept: RetainedLogs, event: Event) -> bool:
+    def _relay_kept(self, kept: RetainedLogs, event: protocol.Event) -> bool:
         """Keep what an event brings. Returns whether the launcher is to have the event."""
         match event:
-            case Output(rank, stream, data):
+            case protocol.Output(rank, stream, data):
                 return kept.write(rank, stream, data)
-            case Exited(rank):
+            case protocol.Exited(rank):
                 for stream, tail in kept.take_tails(rank).items():
-                    self.tell(OutputTail(rank, stream, tail))
-            case Ended():
+                    self.tell(protocol.OutputTail(rank, stream, tail))
+            case protocol.Ended():
                 for lost in kept.close():
                     self.tell(lost)
         return True
@@ -270,7 +241,7 @@ class Agent:
         self._kill_everything()
         for lost in self.kept.close() if self.kept is not None else ():
             self.tell(lost)
-        self.tell(SupervisorGone(code))
+        self.tell(protocol.SupervisorGone(code))
 
 
 class _Line:
@@ -299,17 +270,17 @@ class _Line:
             return None
         return max(0.05, self.full_since_s + _PATIENCE_S - time.monotonic())
 
-    def leaves_out(self, output: Output, backlog_bytes: int) -> bool:
+    def leaves_out(self, output: protocol.Output, backlog_bytes: int) -> bool:
         if time.monotonic() >= self.lossy_until_s or backlog_bytes < _BACKLOG_BYTES:
             return False
         key = output.rank, output.stream
         self.lost[key] = self.lost.get(key, 0) + len(output.data)
         return True
 
-    def losses(self) -> list[OutputLost]:
+    def losses(self) -> list[protocol.OutputLost]:
         """Return the losses since the last call, which the launcher is to hear of before anything else."""
         losses = [
-            OutputLost(rank, stream, lost_bytes, "the line between the hosts did not take them")
+            protocol.OutputLost(rank, stream, lost_bytes, "the line between the hosts did not take them")
             for (rank, stream), lost_bytes in self.lost.items()
         ]
         self.lost.clear()
@@ -317,9 +288,7 @@ class _Line:
 
 
 class _SupervisorProcess:
-    """The process below this one, and the two streams between."""
-
-    def __init__(self, agent: Agent, start: Start) -> None:
+    def __init__(self, agent: Agent, start: protocol.Start) -> None:
         self.agent = agent
         self.process = subprocess.Popen(
             [sys.executable, "-c", SUPERVISOR_BOOT.format(packed=agent.packed)],
@@ -332,12 +301,12 @@ class _SupervisorProcess:
         # Its end shows in the events.
         self.writer = Writer(self.process.stdin.fileno(), gone=lambda: None)
         self.writer.attach(agent.selector)
-        self.decoder: Decoder[Event] = Decoder(*EVENTS)
+        self.decoder: Decoder[protocol.Event] = Decoder(*protocol.EVENTS)
         self.reading = False
         self.had_last_word = False
         self.send(start)
 
-    def send(self, order: Start | Order) -> None:
+    def send(self, order: protocol.Start | protocol.Order) -> None:
         self.writer.put(encode(order))
 
     def read_if(self, wanted: bool) -> None:
@@ -356,7 +325,7 @@ class _SupervisorProcess:
                 self.agent.supervisor_over(code, self.had_last_word)
             return
         for event in self.decoder.feed(data):
-            self.had_last_word |= isinstance(event, Ended | NotStarted)
+            self.had_last_word |= isinstance(event, protocol.Ended | protocol.NotStarted)
             self.agent.relay(event)
 
     def hang_up(self) -> None:

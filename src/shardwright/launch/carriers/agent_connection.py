@@ -152,7 +152,6 @@ class AgentConnection(Connection):
         return [event for message in self._decoder.feed(data) if (event := self._event(message)) is not None]
 
     def _event(self, message: AgentEvent) -> Event | None:
-        """Return the message, unless it is for this connection alone."""
         match message:
             case Clock(sent_s, time_s):
                 # As in NTP: the host read its clock in the middle of the way there and back, give or take half of it.

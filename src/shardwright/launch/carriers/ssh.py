@@ -231,7 +231,6 @@ class SshCarrier(Carrier):
                 key.data()
 
     def _waited_for(self, waiting: Sequence[AgentConnection]) -> str:
-        """Return the line that a person is shown meanwhile."""
         names = ", ".join(c.name for c in waiting)
         if (stage := self.remote.stage) is None or not any(c.streamed for c in waiting):
             return f"waiting for {names}"
@@ -239,7 +238,6 @@ class SshCarrier(Carrier):
         return f"staging to {names}: {in_bytes(sent_bytes)} of {in_bytes(stage.size_bytes)}"
 
     def _order_check(self, connection: AgentConnection, word: str) -> None:
-        """Send the order to check, after what is staged, if anything is."""
         order = self._check_order(connection, word)
         if (stage := self.remote.stage) is None:
             connection.send(order)
@@ -337,7 +335,6 @@ class SshCarrier(Carrier):
         ]  # fmt: skip
 
     def _environment_on(self, connection: AgentConnection) -> dict[str, str]:
-        """Return the variables that the ranks of a host get, beside those of a login there."""
         own = self.remote.variables.get(connection.name, {})
         return {**self.shared_environment(), **self.options.environment, **own}
 

@@ -126,7 +126,6 @@ def observe(targets: Mapping[int, Target]) -> list[Observation]:
 
 
 def _ask_for_recorded(targets: Mapping[int, Target]) -> dict[int, PulseFile]:
-    """Ask the ranks that follow a GPU for torch's record of collectives, which they answer meanwhile."""
     asked = {rank: t.pulse for rank, t in targets.items() if t.pulse is not None and t.pulse.read().queued >= 0}
     for pulse in asked.values():
         pulse.ask()
@@ -134,7 +133,6 @@ def _ask_for_recorded(targets: Mapping[int, Target]) -> dict[int, PulseFile]:
 
 
 def _wait_for_recorded(pulses: Sequence[PulseFile], until_s: float) -> None:
-    """Wait until each rank has answered, or the time is over."""
     while time.monotonic() < until_s and any(pulse.recorded() is None for pulse in pulses):
         time.sleep(_TICK_S)
 

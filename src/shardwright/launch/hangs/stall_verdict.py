@@ -227,7 +227,6 @@ class Hang:
         return (min(here) > max(there)) - (max(here) < min(there))
 
     def _done(self, rank: int) -> tuple[int, int] | None:
-        """Return the step and the position of the rank in it, where that is known."""
         pulse = self._pulse(rank)
         return (pulse.step, pulse.position) if pulse is not None and pulse.position else None
 

@@ -79,7 +79,6 @@ def unchecked_program(kind: ProgramKind, arguments: Sequence[str]) -> Program:
 
 
 def _first(arguments: Sequence[str]) -> str:
-    """Return the name of the program. Raises `UsageError` where there is none."""
     if not arguments or not arguments[0]:
         raise UsageError(
             "nothing to launch; type one of\n"

@@ -154,7 +154,6 @@ class Writer:
         self._watch()
 
     def _watch(self) -> None:
-        """Stay in the selector as long as something waits, and no longer."""
         if self._selector is None or self._registered == bool(self._backlog):
             return
         if self._backlog:

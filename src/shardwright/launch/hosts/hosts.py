@@ -11,6 +11,7 @@ A host that comes several times has the sum of its slots. Rank tables give hosts
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import re
@@ -218,7 +219,6 @@ def _slots(text: str, place: str, form: str) -> int:
 
 
 def _joined(entries: Iterable[tuple[Host, str]]) -> Hosts:
-    """Return each host once, with the sum of its slots, where it came first."""
     hosts: dict[str, Host] = {}
     places: dict[str, str] = {}
     for host, place in entries:
@@ -269,20 +269,22 @@ def _addresses(name: str) -> list[str]:
     try:
         return [str(ipaddress.ip_address(name))]
     except ValueError:
-        pass
+        return resolve(name, _RESOLVE_TIMEOUT_S)
+
+
+def resolve(name: str, timeout_s: float) -> list[str]:
+    """Return the addresses of a name; none where nobody knows it, or no name server answers in time."""
     addresses: list[str] = []
 
-    def resolve() -> None:
-        try:
+    def ask() -> None:
+        with contextlib.suppress(OSError, UnicodeError):
             addresses.extend(str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
-        except (OSError, UnicodeError):
-            return
 
     # getaddrinfo has no deadline, and a name server that is away can hold it for minutes.
-    thread = threading.Thread(target=resolve, daemon=True)
+    thread = threading.Thread(target=ask, daemon=True)
     thread.start()
-    thread.join(_RESOLVE_TIMEOUT_S)
-    return list(addresses)
+    thread.join(timeout_s)
+    return list(dict.fromkeys(addresses))
 
 
 def _is_own_address(address: str) -> bool:

@@ -286,7 +286,6 @@ class _Reader:
         return []
 
     def _text(self, entry: dict[str, Any], key: str, place: str) -> str | None:
-        """A string or a whole number, as a string."""
         value = entry.get(key)
         if value is None or isinstance(value, str):
             return value

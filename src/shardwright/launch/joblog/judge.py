@@ -135,8 +135,6 @@ class _Message(TypedDict, total=False):
 
 
 class _ErrorFile(TypedDict):
-    """The format in which torchelastic writes an error."""
-
     message: str | _Message
 
 
@@ -338,7 +336,6 @@ class Judge:
         return Outcome(SUCCEEDED, 0)
 
     def _exit_code(self, cause: RankEnd) -> int:
-        """Return the exit code of the rank itself, where it ended by itself."""
         end = self.ends.get(cause.rank, cause)
         return (cause if end.signalled or end.code == 0 else end).exit_code
 

@@ -38,7 +38,6 @@ def left_out(request: LaunchRequest, starter: str, serves: Collection[str]) -> s
 
 
 def _typed(request: LaunchRequest) -> set[str]:
-    """Return the fields that differ from their defaults."""
     usual = ((request, LaunchRequest(arguments=())), (request.where, HostRequest()))
     return {
         entry.name

@@ -160,7 +160,6 @@ def _read_program(request: LaunchRequest, remote: RemoteOptions | None, environm
 
 
 def _is_there(request: LaunchRequest, remote: RemoteOptions) -> bool:
-    """Return whether hosts alone can tell if the program is there."""
     if not request.arguments:
         return False
     name = request.arguments[0]

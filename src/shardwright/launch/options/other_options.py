@@ -211,7 +211,6 @@ def notes_on_meaning(said: Mapping[OtherOption, str], words: Mapping[str, Any]) 
 
 
 def _named(words: Mapping[str, Any]) -> Hosts | None:
-    """Return the hosts that our own options name, or Slurm has allocated."""
     if words["rank_table"] is not None:
         return None
     named, _ = HostRequest(hosts=words["hosts"], hostfile=words["hostfile"]).named(None)
@@ -278,7 +277,6 @@ class _JobFields:
         return own_slots() if value == "cpu" else self._number("ranks of a host")
 
     def _hosts(self) -> tuple[int | None, int | None]:
-        """Return the fewest and the most hosts."""
         if "hosts" in self._parts:
             fewest, _, most = self._parts["hosts"][0].partition(":")
             if not all(re.fullmatch(r"[1-9][0-9]{0,4}", word) for word in (fewest, most or fewest)):

@@ -220,7 +220,6 @@ class HostRequest(HostSettings):
             raise UsageError(f"--connect-timeout {self.connect_timeout_s:g} is too short; type at least 1 second")
 
     def _hosts(self, table: RankTable | None, carrier: CarrierFacts) -> tuple[Hosts | None, str]:
-        """Return the hosts that are named, or that Slurm has allocated, and what names them."""
         if (named := self.named(table))[0] is not None:
             return named
         return hosts_of_allocation(self.allocation, asked=carrier.in_allocation), "Slurm's allocation"
@@ -253,6 +252,23 @@ class HostRequest(HostSettings):
             raise UsageError(f"{typed} is for other hosts, but the job is on this one; type -H HOST:SLOTS,... too")
         if not carrier.here:
             raise UsageError(f"--via {carrier.name} needs hosts; type -H HOST:SLOTS,... or --hostfile FILE")
+
+
+@dataclass(frozen=True)
+class NamedHosts:
+    """The hosts that a command goes to, with the interpreter on each, and the seconds that ssh may take."""
+
+    hosts: Hosts
+    python: PerHost
+    timeout_s: float
+
+    @classmethod
+    def read(
+        cls, hosts: str | None, hostfile: str | None, python: Sequence[str], connect_timeout_s: float
+    ) -> NamedHosts | None:
+        """Return the hosts that the options name; None where they name none."""
+        named, _ = HostRequest(hosts=hosts, hostfile=hostfile).named(None)
+        return None if named is None else cls(named, PerHost.read("--python", python, named), connect_timeout_s)
 
 
 def _needs_agents(hosts: Hosts, table: RankTable | None, carrier: CarrierFacts) -> bool:

@@ -111,7 +111,6 @@ class RankSteps:
         return together([line for line in self._lines if line.time_s > since_s] or [self._lines[-1]])
 
     def _wire(self) -> Mapping[str, float] | None:
-        """Return the bytes per second between the last two readings."""
         if len(self._wires) < 2:
             return None
         before, after = self._wires

@@ -16,31 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardwright.launch.hangs.stacks import Target
+from shardwright.launch.host import protocol
 from shardwright.launch.host.folders import remove_folder
 from shardwright.launch.host.memory_kills import MemoryKills
 from shardwright.launch.host.processes import descendants, kill_all, name_of, send_signal
-from shardwright.launch.host.protocol import (
-    STREAMS,
-    Continued,
-    End,
-    Ended,
-    Errors,
-    Event,
-    Exited,
-    Kill,
-    LeftoverProcesses,
-    Order,
-    Output,
-    Progressed,
-    RequestErrors,
-    RequestStacks,
-    Signal,
-    Stacks,
-    Start,
-    Started,
-    StepsReported,
-    Stopped,
-)
 from shardwright.launch.host.stream import Decoder, Writer, encode
 from shardwright.launch.joblog.judge import read_error_file
 from shardwright.launch.supervisor.progress import Progress
@@ -69,9 +48,9 @@ class Supervisor:
     """The supervision of ranks that are already running, until none is left."""
 
     def __init__(
-        self, orders: int, events: int, decoder: Decoder[Start | Order], ranks: dict[int, RankProcess],
-        lease_s: float | None = None, scratch: str | None = None, stall_s: float | None = None,
-        temporary: Path | None = None,
+        self, orders: int, events: int, decoder: Decoder[protocol.Start | protocol.Order],
+        ranks: dict[int, RankProcess], lease_s: float | None = None, scratch: str | None = None,
+        stall_s: float | None = None, temporary: Path | None = None,
     ) -> None:  # fmt: skip
         self.orders, self.decoder, self.ranks = orders, decoder, ranks
         self.lease_s, self.scratch, self.temporary = lease_s, scratch, temporary
@@ -93,7 +72,7 @@ class Supervisor:
             pulses = {rank: process.pulse for rank, process in ranks.items() if process.pulse is not None}
             self.progress = Progress(stall_s, pulses, lambda: os.write(wake_write, b"\0"))
         for rank, process in ranks.items():
-            self._tell(Started(rank, process.pid))
+            self._tell(protocol.Started(rank, process.pid))
         self._follow(b"")  # orders that came together with the start
 
     def run(self) -> None:
@@ -119,7 +98,7 @@ class Supervisor:
         killed = sorted(r for r, p in self.ranks.items() if self.ending and p.pid in self.ending.killed)
         if self.temporary is not None:
             remove_folder(self.temporary)
-        self._tell(Ended(tuple(killed), tuple(unkillable)))
+        self._tell(protocol.Ended(tuple(killed), tuple(unkillable)))
         while self.writer.waiting_bytes:
             for key, _ in self.selector.select():
                 key.data()
@@ -127,7 +106,7 @@ class Supervisor:
 
     # --- to and from the launcher
 
-    def _tell(self, event: Event) -> None:
+    def _tell(self, event: protocol.Event) -> None:
         self.writer.put(encode(event))
 
     def _take_orders(self) -> None:
@@ -140,24 +119,24 @@ class Supervisor:
     def _follow(self, data: bytes) -> None:
         for order in self.decoder.feed(data):
             match order:
-                case RequestErrors():
-                    self._tell(Errors(self._errors()))
-                case RequestStacks() if self.progress is not None:
+                case protocol.RequestErrors():
+                    self._tell(protocol.Errors(self._errors()))
+                case protocol.RequestStacks() if self.progress is not None:
                     living = {rank: process for rank, process in self.ranks.items() if not process.ended}
                     self.progress.ask({r: Target(p.pid, p.pulse, p.stopped_by) for r, p in living.items()})
-                case Signal(signum):
+                case protocol.Signal(signum):
                     self._signal_ranks(signum)
-                case End(signum, grace_s):
+                case protocol.End(signum, grace_s):
                     self._end(signum, grace_s)
-                case Kill():
+                case protocol.Kill():
                     self._end(signal.SIGCONT, 0.0)
 
     def _tell_progress(self, progress: Progress) -> None:
         if progress.look():
-            self._tell(Progressed())
+            self._tell(protocol.Progressed())
         if (answer := progress.take_answer()) is not None:
             quiet_s, observations = answer
-            self._tell(Stacks(quiet_s, observations))
+            self._tell(protocol.Stacks(quiet_s, observations))
 
     def _abandoned(self) -> None:
         """Kill everything and end: the launcher is gone, and nobody is left to tell."""
@@ -197,7 +176,7 @@ class Supervisor:
         if data:
             if self.progress is not None:
                 self.progress.heard()
-            self._tell(StepsReported(rank, data) if stream == STEPS else Output(rank, stream, data))
+            self._tell(protocol.StepsReported(rank, data) if stream == STEPS else protocol.Output(rank, stream, data))
             return True
         if self.reading:
             self.selector.unregister(pipes[stream])
@@ -206,7 +185,7 @@ class Supervisor:
 
     def _drain(self, rank: int) -> None:
         """Pass on the rest of a rank's pipes, as much as they hold at most: its children may go on writing."""
-        for stream in (STEPS, *STREAMS):
+        for stream in (STEPS, *protocol.STREAMS):
             for _ in range(32):
                 if not self._relay(rank, stream):
                     break
@@ -234,10 +213,10 @@ class Supervisor:
         process = self.ranks[rank]
         if os.WIFSTOPPED(status):
             process.stopped_by = os.WSTOPSIG(status)
-            self._tell(Stopped(rank, process.stopped_by, process.pid))
+            self._tell(protocol.Stopped(rank, process.stopped_by, process.pid))
         elif os.WIFCONTINUED(status):
             process.stopped_by = 0
-            self._tell(Continued(rank))
+            self._tell(protocol.Continued(rank))
         else:
             self._exited(rank, os.waitstatus_to_exitcode(status), time.time())
 
@@ -247,10 +226,9 @@ class Supervisor:
         self._drain(rank)
         killed_by_us = self.ending is not None and process.pid in self.ending.killed
         out_of_memory = code == -signal.SIGKILL and not killed_by_us and self.memory_kills.recent(process.pid)
-        self._tell(Exited(rank, code, ended_s, process.signalled, out_of_memory, _error_of(process)))
+        self._tell(protocol.Exited(rank, code, ended_s, process.signalled, out_of_memory, _error_of(process)))
 
     def _errors(self) -> tuple[tuple[int, str, float], ...]:
-        """Return the errors that ranks which have not ended yet have written down."""
         living = [(rank, process) for rank, process in self.ranks.items() if not process.ended]
         return tuple((rank, *error) for rank, process in living if (error := _error_of(process)))
 
@@ -291,7 +269,7 @@ class Supervisor:
             left = descendants(os.getpid(), without={process.pid for process in self._living()}) - ending.told
             ending.told |= left
             if left:
-                self._tell(LeftoverProcesses({str(pid): name_of(pid) for pid in left}))
+                self._tell(protocol.LeftoverProcesses({str(pid): name_of(pid) for pid in left}))
             for pid in left:
                 send_signal(pid, signal.SIGTERM)
                 send_signal(pid, signal.SIGCONT)

@@ -14,7 +14,8 @@ from shardwright.cluster.doctor.checks.network import Interface, interfaces, unr
 from shardwright.cluster.doctor.checks.software import install, numbers, pip
 from shardwright.cluster.doctor.finding import MISREAD, Finding, HostFinding, Severity, misread, ok, problem, warning
 from shardwright.cluster.doctor.reach import Cluster, Route, addresses_of
-from shardwright.cluster.doctor.reading import HostReading, plain, typed
+from shardwright.cluster.doctor.reading import HostReading, typed
+from shardwright.common.words import plain
 from shardwright.launch.carriers.agent_connection import pip_words
 from shardwright.launch.hosts.rank_table import is_address
 
@@ -204,7 +205,6 @@ def _how(how: str, said: str) -> str:
 
 
 def _leaving(cluster: Cluster, host: str, way: Route) -> str:
-    """The interface by which a host leaves for another."""
     names = {str(address): str(name) for name, address, _ in cluster.readings[host].facts["addresses"]}
     return names.get(str(way.best.mine), "") if way.best else ""
 

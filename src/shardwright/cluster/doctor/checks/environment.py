@@ -88,7 +88,6 @@ def library_path(reading: HostReading) -> Finding:
 
 
 def _torch_has(libraries: object) -> list[str]:
-    """Return one name of each library that torch's packages bring too."""
     names = [str(name) for name in libraries] if isinstance(libraries, list) else []
     kinds = [stem for stem in sources.LIBRARIES if stem not in ("libmpi.so", "libcuda.so")]
     ours = sorted(name for name in names if name.startswith(tuple(kinds)))

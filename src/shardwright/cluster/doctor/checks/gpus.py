@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from shardwright.cluster.doctor import sources
 from shardwright.cluster.doctor.checks.software import install, numbers, pip
 from shardwright.cluster.doctor.finding import Check, Finding, Severity, not_applicable, note, ok, problem, warning
-from shardwright.cluster.doctor.reading import CommandResult, HostReading, Unreadable, plain
+from shardwright.cluster.doctor.reading import CommandResult, HostReading, Unreadable
+from shardwright.common.words import plain
 from shardwright.launch.carriers.agent_connection import WHEELS
 
 # The newest CUDA of a branch of the driver, as nvidia-smi shows it beside the driver.

@@ -6,7 +6,8 @@ import re
 
 from shardwright.cluster.doctor import sources
 from shardwright.cluster.doctor.finding import Check, Finding, note, ok, problem, warning
-from shardwright.cluster.doctor.reading import HostReading, Unreadable, plain, typed
+from shardwright.cluster.doctor.reading import HostReading, Unreadable, typed
+from shardwright.common.words import plain
 
 # ID and ID_LIKE of /etc/os-release -> how packages are installed there.
 _FAMILIES = {
