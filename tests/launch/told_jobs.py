@@ -27,11 +27,11 @@ def job(folder, ranks=4, hosts=("first", "second"), name="digits", lasted_s=None
     made.write_state(JobState(["script", "train.py"], ranks, "elsewhere", 1, 1, started_s, ended_s=ended_s, **state))
     live = LiveFiles(made, 0, ranks)
     for rank in range(ranks):
-        live.became(rank, "running", pid=100 + rank, host=hosts[rank * len(hosts) // ranks])
+        live.write_state(rank, "running", pid=100 + rank, host=hosts[rank * len(hosts) // ranks])
     return made, live
 
 
 def tell(live, rank, at_s=0.0, **line):
-    live.told(
+    live.write_steps(
         rank, json.dumps({"time_s": time.time() + at_s, "step": 12, **LINE, "loss": 2.25, **line}).encode() + b"\n"
     )

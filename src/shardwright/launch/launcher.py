@@ -195,10 +195,10 @@ class Launcher:
             self._moved()
         match event:
             case protocol.Started(rank, pid):
-                self.live.became(rank, "running", pid=pid, host=connection.name)
+                self.live.write_state(rank, "running", pid=pid, host=connection.name)
                 self._started(rank)
             case protocol.StepsReported(rank, data):
-                self.live.told(rank, data)
+                self.live.write_steps(rank, data)
                 if (doing := current_task(data)) is not None:
                     self.attempt.console.draw(doing)
             case protocol.Output(rank, stream, data):
@@ -211,17 +211,17 @@ class Launcher:
             case protocol.LogLost(rank, stream, lost_bytes, why):
                 self.say(f"{self.logs.path(rank, stream)} lacks {lost_bytes} bytes{f' ({why})' if why else ''}")
             case protocol.Stopped(rank, signum, pid):
-                self.live.became(rank, "stopped", signal=signal_name(signum), pid=pid, host=connection.name)
+                self.live.write_state(rank, "stopped", signal=signal_name(signum), pid=pid, host=connection.name)
                 self._tell(connection, event)
             case protocol.Continued(rank):
-                self.live.became(rank, "running")
+                self.live.write_state(rank, "running")
                 self._tell(connection, event)
             case protocol.LeftoverProcesses():
                 self._tell(connection, event)
             case protocol.Stacks(quiet_s, data):
                 self.stall.answered(connection.name, quiet_s, data)
             case protocol.Exited(rank):
-                self.live.became(rank, "ended", code=event.code)
+                self.live.write_state(rank, "ended", code=event.code)
                 tail = self.logs.stderr_tail(rank)
                 end = rank_end(event, connection.clock_ahead_s, tail, self._host(rank))
                 if self.judge.ended(torchrun_end(end) if self.attempt.options.by_torchrun else end):

@@ -22,7 +22,7 @@ def document(made, ranks=4):
 def run(tmp_path):
     """A run of 1,000 lines for each rank, one of which held the others up, which failed at the end."""
     made, live = job(tmp_path, status="failed", exit_code=3, lasted_s=151)
-    live.told(0, json.dumps({"plan": PLAN}).encode() + b"\n")
+    live.write_steps(0, json.dumps({"plan": PLAN}).encode() + b"\n")
     for number in range(1000):
         for rank in range(4):
             wire = {"in": number, "out": 2 * number, "within": 0} if rank == 0 and number % 100 == 0 else None
@@ -38,11 +38,11 @@ def run(tmp_path):
                 **({"wire": wire} if wire else {}),
             )
     validation = {"loss": 0.5, "metrics": {"accuracy": 0.875}, "samples": 9}
-    live.told(0, json.dumps({"time_s": time.time(), "step": 5000, "validation": validation}).encode() + b"\n")
-    live.became(1, "stopped", signal="SIGSTOP", pid=101)
-    live.became(1, "running")
-    live.became(0, "ended", code=-2)
-    live.became(3, "ended", code=3)
+    live.write_steps(0, json.dumps({"time_s": time.time(), "step": 5000, "validation": validation}).encode() + b"\n")
+    live.write_state(1, "stopped", signal="SIGSTOP", pid=101)
+    live.write_state(1, "running")
+    live.write_state(0, "ended", code=-2)
+    live.write_state(3, "ended", code=3)
     made.write_failure({"rank": 3, "cause": "rank 3 failed: </script>", "time_s": time.time()})
     return made
 

@@ -29,12 +29,14 @@ NO_JSON = (b"\xff\xfe", b"{", b"[" * 100_000, b"3", b"\0", b"[]", b'"x"')
 def done(tmp_path):
     """A job of two ranks that has ended, which told of a plan, steps and a validation."""
     made, live = job(tmp_path, ranks=2, lasted_s=100.0, status="failed", exit_code=3)
-    live.told(0, json.dumps({"time_s": time.time(), "plan": PLAN, "doing": "saving"}).encode() + b"\n")
+    live.write_steps(0, json.dumps({"time_s": time.time(), "plan": PLAN, "doing": "saving"}).encode() + b"\n")
     for rank in range(2):
         tell(live, rank, wire={"in": 1, "out": 2, "within": 3})
-        live.told(rank, b'{"time_s": 1.0, "step": 12, "validation": {"loss": 0.5, "metrics": {"accuracy": 0.9}}}\n')
-        live.became(rank, "stopped", signal="SIGSTOP", pid=100, host="first")
-        live.became(rank, "ended", code=3)
+        live.write_steps(
+            rank, b'{"time_s": 1.0, "step": 12, "validation": {"loss": 0.5, "metrics": {"accuracy": 0.9}}}\n'
+        )
+        live.write_state(rank, "stopped", signal="SIGSTOP", pid=100, host="first")
+        live.write_state(rank, "ended", code=3)
     made.write_failure({"rank": 1, "cause": "rank 1 failed", "time_s": time.time()})
     return made
 

@@ -125,25 +125,25 @@ def test_marks_name_who_is_stopped_who_is_slow_and_who_is_quiet(tmp_path):
     made, live = job(tmp_path)
     watched = WatchedJob(made.path)
     assert watched.snapshot().first is None
-    live.told(0, json.dumps({"plan": PLAN}).encode() + b"\n")
+    live.write_steps(0, json.dumps({"plan": PLAN}).encode() + b"\n")
     for rank in range(4):
         tell(live, rank, communicating_s=0.1 if rank == 2 else 4.0)
-    live.became(1, "stopped", signal="SIGSTOP", pid=101)
-    live.told(3, b'{"time_s": 1, "st')  # half a line
+    live.write_state(1, "stopped", signal="SIGSTOP", pid=101)
+    live.write_steps(3, b'{"time_s": 1, "st')  # half a line
     seen = watched.snapshot()
     assert seen.marks() == {1: "stopped (SIGSTOP)", 2: "slow: 4.9 × others"}
     assert Snapshot.from_message(json.loads(json.dumps(seen.to_message()))).marks() == seen.marks()
     assert seen.plan == PLAN
-    live.became(1, "running")
+    live.write_state(1, "running")
     os.utime(made.rank(3) / "steps.jsonl", (0, time.time() - 60))
     after = watched.snapshot()
     assert after.marks() == {2: "slow: 4.9 × others", 3: "quiet 60 s"}
     assert events(seen, after) == ["rank 3: quiet 60 s", "rank 1: no longer stopped"]
     again = LiveFiles(made, 1, 2)
-    again.became(0, "ended", code=-9)
+    again.write_state(0, "ended", code=-9)
     restarted = watched.snapshot()
     assert [(rank.state.state, rank.line and rank.line.step) for rank in restarted.ranks] == [("ended", 12), ("", 12)]
-    again.told(1, b"")
+    again.write_steps(1, b"")
     assert watched.snapshot().ranks[1].line is None
     assert watched.snapshot().marks() == {0: "ended (SIGKILL)"}
 
@@ -178,8 +178,8 @@ def test_files_that_cannot_be_written_stop_nobody(tmp_path):
     made.path.mkdir()
     (made.path / "ranks.jsonl").mkdir()  # not even root writes there
     live = LiveFiles(made, 0, 1)
-    live.became(0, "running")
-    live.told(0, b"{}\n")  # its folder is not there
+    live.write_state(0, "running")
+    live.write_steps(0, b"{}\n")  # its folder is not there
 
 
 def open_files():
@@ -257,12 +257,12 @@ def lines_of(seen, width, height=24):
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_the_screen_is_readable_at_any_width(tmp_path, width):
     made, live = job(tmp_path)
-    live.told(0, json.dumps({"plan": PLAN}).encode() + b"\n")
+    live.write_steps(0, json.dumps({"plan": PLAN}).encode() + b"\n")
     wire = {"in": 0, "out": 0, "within": 0}
     tell(live, 0, -10, wire=wire)
     for rank in range(4):
         tell(live, rank, wire=wire | {"out": 30_000_000} if rank == 0 else None)
-    live.became(1, "stopped", signal="SIGSTOP", pid=101)
+    live.write_state(1, "stopped", signal="SIGSTOP", pid=101)
     (made.rank(3) / "stdout").write_text("\x1b[31mloading 10 %\rloading 100 %\n" + "long " * 80 + "\n")
     lines = lines_of(WatchedJob(made.path).snapshot(), width)
     text = "\n".join(lines)
@@ -292,17 +292,17 @@ def test_a_job_of_which_nothing_was_told_says_why(tmp_path):
 def test_what_people_wait_for_is_shown_in_place_of_a_quiet_rank(tmp_path):
     made, live = job(tmp_path, ranks=2)
     watched = WatchedJob(made.path)
-    live.told(0, b'{"time_s": 1, "doing": "capturing Net: 2 s"}\n')
+    live.write_steps(0, b'{"time_s": 1, "doing": "capturing Net: 2 s"}\n')
     assert lines_of(watched.snapshot(), 60)[1] == "capturing Net: 2 s"
     for rank in range(2):
         tell(live, rank)
-    live.told(0, b'{"time_s": 1, "doing": "saving step-12: 40 s"}\n')
+    live.write_steps(0, b'{"time_s": 1, "doing": "saving step-12: 40 s"}\n')
     os.utime(made.rank(1) / "steps.jsonl", (0, time.time() - 60))
     saving = watched.snapshot()
     assert lines_of(saving, 60)[1].startswith("saving step-12: 40 s, step 12, loss 2.25, 32 samples/s")
     assert saving.marks() == {}
     assert Snapshot.from_message(json.loads(json.dumps(saving.to_message()))).doing == saving.doing
-    live.told(0, b'{"time_s": 1, "doing": ""}\n')
+    live.write_steps(0, b'{"time_s": 1, "doing": ""}\n')
     after = watched.snapshot()
     assert lines_of(after, 60)[1].startswith("step 12")
     assert after.marks() == {1: "quiet 60 s"}
@@ -310,7 +310,7 @@ def test_what_people_wait_for_is_shown_in_place_of_a_quiet_rank(tmp_path):
 
 def test_of_many_ranks_those_with_a_mark_are_shown(tmp_path):
     made, live = job(tmp_path, ranks=200)
-    live.became(150, "stopped", signal="SIGSTOP", pid=1)
+    live.write_state(150, "stopped", signal="SIGSTOP", pid=1)
     lines = lines_of(WatchedJob(made.path).snapshot(), 80)
     assert len(lines) <= 24
     assert any(line.startswith(" 150 ") and "stopped" in line for line in lines)

@@ -191,11 +191,11 @@ class LiveFiles:
         self._begun: set[Path] = set()
         self._write(folder.path / RANKS_FILE, self._first, b"")
 
-    def told(self, rank: int, data: bytes) -> None:
+    def write_steps(self, rank: int, data: bytes) -> None:
         """Write the lines in which a rank reports its steps."""
         self._write(self._folder.rank(rank) / STEPS_FILE, {"attempt": self._attempt}, data)
 
-    def became(self, rank: int, state: str, **facts: Any) -> None:
+    def write_state(self, rank: int, state: str, **facts: Any) -> None:
         """Write that a rank is from now on ``state``: "running", "stopped" or "ended"."""
         self._write(self._folder.path / RANKS_FILE, self._first, _line({"rank": rank, "state": state, **facts}))
 
