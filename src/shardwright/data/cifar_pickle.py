@@ -129,9 +129,9 @@ class _Python2Pickler(pickle._Pickler):
     dispatch = {**pickle._Pickler.dispatch}  # noqa: RUF012  # as in the class above it
 
     def save_bytes(self, value: bytes) -> None:
-        self.write(pickle.BINSTRING + struct.pack("<i", len(value)) + value)
+        self.write(pickle.BINSTRING + struct.pack("<i", len(value)) + value)  # type: ignore[attr-defined]  # typeshed has it not
 
-    dispatch[bytes] = save_bytes
+    dispatch[bytes] = save_bytes  # type: ignore[assignment]
 
 
 def pickle_bytes(value: Any) -> bytes:
