@@ -50,8 +50,7 @@ def main() -> None:
     from shardwright.compiler.plan.make import make_plan
     from shardwright.compiler.plan.pricing.hardware import read_hardware
     from shardwright.compiler.plan.request import PlanRequest
-    from shardwright.compiler.report.plans.document import document_of
-    from shardwright.compiler.report.plans.html import save_html
+    from shardwright.compiler.report.plans.html import document_of, save_html
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, nargs="*", default=[48, 400])

@@ -34,7 +34,7 @@ from shardwright.compiler.capture.ir import Capture
 from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.mesh.mesh import Mesh
-from shardwright.compiler.plan.decided.decisions import Transfer
+from shardwright.compiler.plan.decisions import Transfer
 from shardwright.compiler.plan.make import make_plan
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.cost import BACKWARD, Seconds, operator_collectives

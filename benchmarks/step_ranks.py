@@ -291,13 +291,13 @@ def ours_planned(case: Case, name: str, inputs: Any, batch: str) -> Step:
     import shardwright as sw
     from shardwright.compiler.capture.step import captured_step
     from shardwright.compiler.mesh.mesh import Mesh
-    from shardwright.compiler.plan.known_plans import KNOWN_PLANS
-    from shardwright.compiler.plan.pricing.ruled import RuledGraph
+    from shardwright.compiler.plan.baselines import BASELINES
+    from shardwright.compiler.plan.pricing.graph import RuledGraph
     from shardwright.compiler.plan.request import PlanRequest
 
     sw.init()
     graph = RuledGraph.of(captured_step(case.model, loss_fn, case.batch, {}))
-    plan = KNOWN_PLANS[name](graph, PlanRequest(Mesh.of(ranks=case.size), inputs=inputs))
+    plan = BASELINES[name](graph, PlanRequest(Mesh.of(ranks=case.size), inputs=inputs))
     return ours(case, plan=plan, batch=batch)
 
 

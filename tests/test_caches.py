@@ -28,19 +28,18 @@ from shardwright.compiler.mesh.collectives import Cut
 from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.mesh.mesh import Axis, Link, Mesh
 from shardwright.compiler.mesh.processes import _Packed
-from shardwright.compiler.plan.decided.holding import held_by
+from shardwright.compiler.plan.device_memory import device_memory_of
 from shardwright.compiler.plan.make import make_plan
-from shardwright.compiler.plan.minima import exact
 from shardwright.compiler.plan.pricing import cost, pairs
 from shardwright.compiler.plan.pricing.cost import Bytes, Seconds
+from shardwright.compiler.plan.pricing.graph import RuledGraph, Target, Use, each_made_by, targets_of
 from shardwright.compiler.plan.pricing.hardware import shipped
-from shardwright.compiler.plan.pricing.optimizers import states_of
-from shardwright.compiler.plan.pricing.ruled import RuledGraph, Use
-from shardwright.compiler.plan.pricing.targets import Target, each_made_by, targets_of
+from shardwright.compiler.plan.pricing.memory import states_of
 from shardwright.compiler.plan.request import PlanRequest
-from shardwright.compiler.plan.searching.known import Known, _largest_inside
+from shardwright.compiler.plan.search import exact
+from shardwright.compiler.plan.search.problem import CostCache, _largest_inside
 from shardwright.compiler.rules import notation
-from shardwright.compiler.rules.operator import named_arguments
+from shardwright.compiler.rules.row import named_arguments
 from shardwright.compiler.rules.table import rule_of
 from shardwright.runtime import parts, replicas
 from shardwright.runtime.eager_predict import Prediction
@@ -57,16 +56,16 @@ DICTIONARIES = {
     "compiler/mesh/dtensor.py": ("_made",),
     "compiler/mesh/groups.py": ("_made", "_of_worlds"),
     "compiler/mesh/processes.py": ("_groups", "_backends", "_packed"),
-    "compiler/plan/decided/holding.py": ("_last", "_given"),
-    "compiler/plan/minima/bounds.py": ("_known",),
-    "compiler/plan/minima/exact.py": ("known",),
+    "compiler/plan/device_memory.py": ("_last", "_given"),
+    "compiler/plan/search/bounds.py": ("_known",),
+    "compiler/plan/search/exact.py": ("known",),
     "compiler/plan/pricing/memory.py": ("known",),
     "compiler/plan/pricing/pairs.py": ("_prices",),
-    "compiler/plan/searching/buffers.py": ("_limited", "_known"),
-    "compiler/plan/searching/recomputing.py": ("_either",),
-    "compiler/plan/searching/search.py": ("_weights",),
-    "compiler/plan/searching/weights.py": ("_known",),
-    "compiler/plan/weighing.py": ("_sizes",),
+    "compiler/plan/search/buffers.py": ("_limited", "_known"),
+    "compiler/plan/search/recomputing.py": ("_either",),
+    "compiler/plan/search/search.py": ("_weights",),
+    "compiler/plan/search/weights.py": ("_known",),
+    "compiler/plan/mesh_search.py": ("_sizes",),
     "runtime/compiled/compiler.py": ("_chosen",),
     "runtime/graphs/captures.py": ("_known",),
     "runtime/parts.py": ("_answers",),
@@ -268,7 +267,7 @@ def test_every_operator_has_the_rule_of_its_own_arguments(graph):
 @pytest.mark.parametrize("objective", [Seconds(shipped("cpu_host")), Bytes()], ids=["seconds", "bytes"])
 def test_every_operator_costs_what_it_costs_alone(graph, objective):
     mesh = Mesh.of(a=2, b=2)
-    known = Known(graph, objective, mesh)
+    known = CostCache(graph, objective, mesh)
     lists: dict[Hashable, tuple[notation.Strategy, ...]] = {}  # equal ones are one object, as in a space
     for node in graph.capture.nodes:
         strategies = tuple(graph.rules[node.name].strategies(mesh))
@@ -295,7 +294,7 @@ def test_every_way_costs_what_it_costs_alone(graph):
     for mesh, objective in itertools.product(
         (A, LINKED), (Seconds(shipped("cpu_host")), Seconds(shipped("h100")), Bytes())
     ):
-        known = Known(graph, objective, mesh)
+        known = CostCache(graph, objective, mesh)
         targets = tuple(Target(layout, of) for layout in layouts for of in ((), ("b",)) if "b" not in layout.split_axes)
         for facts in perturbed:
             alone = pairs.Pairs(objective, mesh)
@@ -325,7 +324,7 @@ def test_what_is_held_depends_on_blocks_and_on_what_is_gathered_again():
         for names, again in itertools.product(itertools.combinations(blocks, count), (frozenset(), values)):
             shared = plan.computing_again(set(names), again)
             alone = replace(plan, recomputed=frozenset(names), again=again)
-            assert shared.held == held_by(alone, plan.optimizer)
+            assert shared.held == device_memory_of(alone, plan.optimizer)
             assert list(shared.collectives()) == list(alone.collectives())
             assert shared.costing(1.0, 0.5).held == shared.held
 

@@ -208,7 +208,7 @@ def test_verify_of_a_right_plan_ends_with_0(monkeypatch, capsys):
     )[0] == 0  # fmt: skip
     done = verify_command("net.py:build", "-n", "2", "--plan", "plan.json", "--steps", "2")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("2 steps of AdamW at 0.001 on 2 ranks: mode data, search none, mesh ranks=2\n")
+    assert done.stdout.startswith("2 steps of AdamW at 0.001 on 2 ranks: mode data, search none, mesh dp=2\n")
     assert done.stdout.endswith("within tolerance: the plan gives what one device gives\n")
     assert done.stderr == ""
     assert sorted(path.name for path in Path().glob("*.*")) == ["net.py", "plan.json"]

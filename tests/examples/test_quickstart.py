@@ -96,7 +96,7 @@ def dumps(tmp_path_factory):
 def test_the_dump_shows_every_operators_strategy(dumps):
     text = (dumps / "rank_0" / "step_parallel_begin.ir").read_text()
     assert text.startswith(
-        "# semi-auto, search propagation, mesh ranks=8, 8 devices\n%0(w) = parameter float32[32, 16]"
+        "# semi-auto, search propagation, mesh dp=2 tp.0=2 tp.1=2, 8 devices\n%0(w) = parameter float32[32, 16]"
     )
     lines = {re.search(r"instance name: (\w+)", line)[1]: line for line in text.splitlines() if "instance" in line}
     product = "in_strategy: ((2, 4), (4, 1))} {out_strategy: ((2, 1),)} {out: float32[16, 16]}"
@@ -114,12 +114,12 @@ def test_the_dump_shows_every_operators_strategy(dumps):
 @pytest.mark.parametrize(("rank", "group", "column"), [(0, (0, 1, 2, 3), (0, 4)), (6, (4, 5, 6, 7), (2, 6))])
 def test_the_dump_shows_what_a_rank_runs_and_with_whom_it_talks(dumps, rank, group, column):
     lines = (dumps / f"rank_{rank}" / "execute.ir").read_text().splitlines()
-    assert lines[0].startswith(f"# rank {rank} of 8, at ranks.0={rank // 4} ")
-    assert "%w: float32[8, 16] = parameter w  # [32, 16] as [ranks.1·ranks.2, -]" in lines
-    assert "%batch_0: float32[2, 32] = input 0  # [16, 32] as [ranks.0·ranks.1·ranks.2, -]" in lines
+    assert lines[0].startswith(f"# rank {rank} of 8, at dp={rank // 4} ")
+    assert "%w: float32[8, 16] = parameter w  # [32, 16] as [tp.0·tp.1, -]" in lines
+    assert "%batch_0: float32[2, 32] = input 0  # [16, 32] as [dp·tp.0·tp.1, -]" in lines
     at = next(i for i, line in enumerate(lines) if line.startswith("%matmul_v1"))
     assert lines[at - 1].startswith("%matmul: float32[8, 16] = aten.matmul.default(%batch_0_v1, %w_v1)  # scope: ")
-    assert lines[at].startswith("%matmul_v1: float32[8, 4] = reduce_scatter(%matmul)  # [ranks.0, -] Σ")
+    assert lines[at].startswith("%matmul_v1: float32[8, 4] = reduce_scatter(%matmul)  # [dp, -] Σ")
     assert lines[at + 1 : at + 4] == [
         f"    # forward: reduce_scatter over ranks {group} of 512 bytes, each sends 384",
         f"    #   equivalent to all_reduce over ranks {group} of 512 bytes, each sends 768, and a slice of dim 1",
@@ -135,7 +135,7 @@ def test_the_dump_shows_what_a_rank_runs_and_with_whom_it_talks(dumps, rank, gro
 def test_the_program_is_dumped_as_the_python_that_runs(dumps):
     source = (dumps / "rank_0" / "program.py").read_text()
     compile(source, "program.py", "exec")
-    assert "matmul_v1 = reduce_scatter(matmul, comm, dim=1, axes=('ranks.1', 'ranks.2'), size=16)" in source
+    assert "matmul_v1 = reduce_scatter(matmul, comm, dim=1, axes=('tp.0', 'tp.1'), size=16)" in source
 
 
 def test_later_programs_are_dumped_beside_the_first(dumps):

@@ -13,8 +13,8 @@ from ranks import run_ranks
 from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.mesh.dtensor import gathered
 from shardwright.compiler.mesh.mesh import Mesh
-from shardwright.compiler.plan.known_plans import data_parallel, fully_sharded
-from shardwright.compiler.plan.pricing.ruled import RuledGraph
+from shardwright.compiler.plan.baselines import data_parallel, fully_sharded
+from shardwright.compiler.plan.pricing.graph import RuledGraph
 from shardwright.compiler.plan.request import PlanRequest
 from shardwright.errors import UsageError
 from whole import plain, run, same

@@ -18,7 +18,7 @@ from shardwright.compiler.capture.rewrite import rewrite
 from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.mesh.mesh import Axis, Link, Mesh
 from shardwright.compiler.plan.make import make_plan
-from shardwright.compiler.plan.pricing.ruled import RuledGraph
+from shardwright.compiler.plan.pricing.graph import RuledGraph
 from shardwright.compiler.plan.request import PlanRequest
 from shardwright.errors import PlanError
 from shardwright.runtime.programs import plan_cache

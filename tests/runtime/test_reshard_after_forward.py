@@ -17,8 +17,8 @@ from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.lower.lower import lower
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.mesh.simulate import simulate
-from shardwright.compiler.plan.known_plans import fully_sharded
-from shardwright.compiler.plan.pricing.ruled import RuledGraph
+from shardwright.compiler.plan.baselines import fully_sharded
+from shardwright.compiler.plan.pricing.graph import RuledGraph
 from shardwright.compiler.plan.request import PlanRequest
 from shardwright.errors import PlanError, UsageError
 from shardwright.runtime.programs.buckets import GradientReduction

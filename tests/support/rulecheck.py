@@ -22,7 +22,7 @@ from shardwright.compiler.lower.site import Site
 from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.mesh.simulate import simulate
-from shardwright.compiler.rules import work
+from shardwright.compiler.rules import row as row_module
 from shardwright.compiler.rules.notation import Operand, OpRule, Strategy
 from shardwright.compiler.rules.table import internal_collectives, row_of, rule_of
 
@@ -122,7 +122,7 @@ def check(invocation: Invocation, mesh: Mesh, strategy: Strategy, rule: OpRule |
     ``rule`` stands in for the one of the table. Random numbers must be equal to the last bit.
     """
     row = row_of(invocation.op)
-    drawn = row.draws and row.flops is work.one_per_element and not strategy.partial
+    drawn = row.draws and row.flops is row_module.one_per_element and not strategy.partial
     tolerance = 0.0 if drawn else TOLERANCE
     _, _, tensors = bound(invocation)
     rule = rule or rule_for(invocation)

@@ -27,9 +27,9 @@ from shardwright.compiler.lower.lower import lower
 from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.mesh.simulate import simulate
-from shardwright.compiler.plan.decided.prices import gathered_again, repeated_costs
 from shardwright.compiler.plan.make import make_plan
 from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.plan.prices import gathered_again, repeated_costs
 from shardwright.compiler.plan.pricing.cost import Objective
 from shardwright.compiler.plan.pricing.hardware import Hardware, for_device
 from shardwright.compiler.plan.pricing.links import Curve, Segment

@@ -21,7 +21,6 @@ from shardwright.compiler.mesh.changed import refuse_lost_changes
 from shardwright.compiler.mesh.dtensor import gathered
 from shardwright.compiler.mesh.processes import communicator_over
 from shardwright.compiler.plan.plan import Plan
-from shardwright.compiler.report.plans.expected import expected
 from shardwright.data.loading.batch import Batch
 from shardwright.distributed.agreement import from_rank_zero
 from shardwright.distributed.lockstep import Lockstep
@@ -138,6 +137,8 @@ class Parallel(ParallelModel):
             together=self.plan.mode != "single",
         )
         if self._pulse.steps.told and planner.request.hardware is not None:
+            from shardwright.compiler.report.plans.expected import expected  # loaded where somebody reads it
+
             self._pulse.steps.tell({"plan": expected(self.plan, planner.request.hardware)})
 
     # Running

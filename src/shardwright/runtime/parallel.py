@@ -21,7 +21,7 @@ from shardwright.compiler.capture.tracing.trace import LossFunction
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.hardware import Hardware, read_hardware
-from shardwright.compiler.plan.pricing.optimizers import ADAMW, OptimizerStates, states_of
+from shardwright.compiler.plan.pricing.memory import ADAMW, OptimizerStates, states_of
 from shardwright.compiler.plan.request import Inputs, PlanRequest, inputs_problem, read_memory, read_patterns
 from shardwright.compiler.plan.searches import MODES, SEARCHES, MindSporeMode, Mode, SearchName, mode_called
 from shardwright.compiler.rules.register import registered_rules

@@ -16,8 +16,7 @@ from torch.utils.checkpoint import CheckpointFunction, checkpoint, checkpoint_se
 
 from shardwright.compiler.capture.capture import capture
 from shardwright.compiler.capture.tracing.frozen import RecomputationWarning
-from shardwright.compiler.rules.functions import name_of
-from shardwright.compiler.rules.register import register_rule
+from shardwright.compiler.rules.register import name_of, register_rule
 from shardwright.compiler.rules.table import REGISTERED
 from shardwright.errors import CaptureError
 from whole import like_plain

@@ -13,9 +13,9 @@ from models import Straight
 from ranks import run_ranks
 from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.mesh.mesh import Mesh
-from shardwright.compiler.plan.known_plans import fully_sharded
+from shardwright.compiler.plan.baselines import fully_sharded
 from shardwright.compiler.plan.make import make_plan
-from shardwright.compiler.plan.pricing.ruled import RuledGraph
+from shardwright.compiler.plan.pricing.graph import RuledGraph
 from shardwright.compiler.plan.request import PlanRequest
 from whole import plain, run, same, splitting_hardware
 

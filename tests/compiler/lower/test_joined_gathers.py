@@ -7,9 +7,9 @@ from torch.nn import functional as F
 from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.lower.lower import lower
 from shardwright.compiler.mesh.mesh import Mesh
-from shardwright.compiler.plan.known_plans import fully_sharded
-from shardwright.compiler.plan.pricing.buckets import together_bytes
-from shardwright.compiler.plan.pricing.ruled import RuledGraph
+from shardwright.compiler.plan.baselines import fully_sharded
+from shardwright.compiler.plan.pricing.cost import together_bytes
+from shardwright.compiler.plan.pricing.graph import RuledGraph
 from shardwright.compiler.plan.request import PlanRequest
 from shardwright.training.network.prediction import collectives_of
 from whole import communicated, plain, planned, run, same

@@ -8,9 +8,9 @@ from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.lower.liveness import peak_of
 from shardwright.compiler.lower.lower import lower
 from shardwright.compiler.mesh.mesh import Mesh
-from shardwright.compiler.plan.known_plans import fully_sharded
+from shardwright.compiler.plan.baselines import fully_sharded
 from shardwright.compiler.plan.make import make_plan
-from shardwright.compiler.plan.pricing.ruled import RuledGraph
+from shardwright.compiler.plan.pricing.graph import RuledGraph
 from shardwright.compiler.plan.request import PlanRequest
 from whole import measured_peak
 

@@ -13,8 +13,8 @@ from shardwright.compiler.lower.liveness import peak_of
 from shardwright.compiler.lower.lower import lower
 from shardwright.compiler.lower.recomputed import recomputed
 from shardwright.compiler.mesh.mesh import Mesh
-from shardwright.compiler.plan.decided.holding import held_by
-from shardwright.compiler.plan.pricing.optimizers import ADAMW
+from shardwright.compiler.plan.device_memory import device_memory_of
+from shardwright.compiler.plan.pricing.memory import ADAMW
 from shardwright.errors import LoweringError, PlanError, UsageError
 from whole import communicated, losses_of, measured_peak, measuring, plan_of, planned, run, same
 
@@ -31,7 +31,7 @@ def check(plan, kept, model, batch, monkeypatch):
     with measuring(monkeypatch) as found:
         run(plan, model, batch, seed=3)
     for rank, measured in found.items():
-        assert held_by(plan, ADAMW, rank).activations == pytest.approx(measured.saved, rel=0.1)
+        assert device_memory_of(plan, ADAMW, rank).activations == pytest.approx(measured.saved, rel=0.1)
     assert communicated(plan, model, batch, monkeypatch) == planned(plan)
 
 

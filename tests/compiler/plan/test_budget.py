@@ -19,24 +19,23 @@ from ranks import run_ranks
 from shardwright.common.words import in_bytes
 from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.mesh.mesh import Mesh
-from shardwright.compiler.plan import make, weighing
-from shardwright.compiler.plan.known_plans import KNOWN_PLANS
-from shardwright.compiler.plan.minima.exact import minimise
-from shardwright.compiler.plan.minima.learned import Learned
-from shardwright.compiler.plan.minima.narrow import NothingBelow, beside, least
-from shardwright.compiler.plan.minima.tables import Table, cost_at
+from shardwright.compiler.plan import make, mesh_search
+from shardwright.compiler.plan.baselines import BASELINES
+from shardwright.compiler.plan.mesh_search import _first_within
 from shardwright.compiler.plan.pricing.cost import Seconds
+from shardwright.compiler.plan.pricing.graph import RuledGraph
 from shardwright.compiler.plan.pricing.hardware import shipped
-from shardwright.compiler.plan.pricing.optimizers import ADAMW, OptimizerStates
-from shardwright.compiler.plan.pricing.ruled import RuledGraph
+from shardwright.compiler.plan.pricing.memory import ADAMW, OptimizerStates
 from shardwright.compiler.plan.request import PlanRequest, read_memory
-from shardwright.compiler.plan.searching import search
-from shardwright.compiler.plan.searching.budget import Budget, OverBudget, Priced, fitting, next_price
-from shardwright.compiler.plan.searching.buffers import Joined, buffers_of
-from shardwright.compiler.plan.searching.dividing import Division, Part, Parts
-from shardwright.compiler.plan.searching.space import Choice
-from shardwright.compiler.plan.searching.weights import Weights
-from shardwright.compiler.plan.weighing import _first_within
+from shardwright.compiler.plan.search import search
+from shardwright.compiler.plan.search.bounds import WarmStart
+from shardwright.compiler.plan.search.branching import Branch, BranchAndBound, Branching
+from shardwright.compiler.plan.search.budget import Budget, PricedChoice, fitting, next_price
+from shardwright.compiler.plan.search.buffers import JoinedBuffers, buffers_of
+from shardwright.compiler.plan.search.choices import Choice, OverBudget
+from shardwright.compiler.plan.search.exact import Table, cost_at, minimise
+from shardwright.compiler.plan.search.narrow import NothingBelow, least, plus
+from shardwright.compiler.plan.search.weights import Weights
 from shardwright.errors import PlanError
 from whole import communicated, losses_of, plan_of, planned, run, same
 
@@ -49,7 +48,7 @@ def test_the_gap_is_true_on_random_graphs(seed):
     """
     random = np.random.default_rng(seed)
     domains = random.integers(2, 5, 5).tolist()
-    learned = Learned.nothing(domains)
+    learned = WarmStart.nothing(domains)
     scopes = [(0, 1), (1, 2), (2, 3), (3, 4), (0, 2), (1,), (4,)]
     costs, sizes = ([Table(s, random.random([domains[v] for v in s])) for s in scopes] for _ in range(2))
     every = list(itertools.product(*map(range, domains)))
@@ -60,7 +59,7 @@ def test_the_gap_is_true_on_random_graphs(seed):
     def solve(price, below, *, alone=False, forbidding=()):
         tables = [*costs, *(Table(t.scope, 1000 * price * t.costs) for t in sizes), *forbidding]
         of_all = learned.copied() if forbidding else learned
-        with beside(-price * limit):
+        with plus(-price * limit):
             found = least(domains, tables, 2, below=below + price * limit, learned=of_all)
         return [choice(found.picked)], found.bound - price * limit, 1000 * cost_at(sizes, found.picked) - limit
 
@@ -78,21 +77,21 @@ def test_the_gap_is_true_on_random_graphs(seed):
         """The choices divided until no gap is left."""
         weights = SimpleNamespace(tables=[], of_each=lambda v, x: np.array([size(x, v, i) for i in range(domains[v])]))
         problem = SimpleNamespace(tables=costs, picked=lambda strategies, *_: strategies["x"])
-        parts = Parts(best, solve, budget, Division(problem, weights), math.inf)
-        return parts.divided(Part((), list(points), best.bound, price))
+        parts = BranchAndBound(best, solve, budget, Branching(problem, weights), math.inf)
+        return parts.divided(Branch((), list(points), best.bound, price))
 
     def size(x, v, i):
         return cost_at(sizes, [*x[:v], i, *x[v + 1 :]])
 
-    learned = Learned.nothing(domains)
+    learned = WarmStart.nothing(domains)
     found = fitting(lambda: free, solve, budget, closer=closer)
     assert held[found.strategies["x"]] <= limit
     assert 0.985 * optimum <= found.bound <= optimum + 1e-9
     assert optimum - 1e-9 <= found.cost <= 1.015 * optimum
     for below in (0.95 * optimum, 1.05 * optimum):
-        learned = Learned.nothing(domains)
+        learned = WarmStart.nothing(domains)
         assert bound_of(lambda below=below: fitting(lambda: free, solve, budget, below), below) - 1e-9 <= optimum
-    learned, limit = Learned.nothing(domains), 1
+    learned, limit = WarmStart.nothing(domains), 1
     with pytest.raises(OverBudget, match="nothing fits") as over:
         fitting(lambda: free, solve, replace(budget, limit_bytes=limit))
     assert over.value.bound > optimum
@@ -247,7 +246,7 @@ def test_a_budget_that_nothing_keeps_says_what_the_floor_is(mesh, options):
     assert re.match(said + ".* the one that holds least holds " + kinds, text)
     assert f"{in_bytes(least)} in all, of {in_bytes(request.memory)} that it may hold; type memory='" in text
     if not options:
-        assert least <= min(make(RuledGraph.of(captured), request).held.total for make in KNOWN_PLANS.values())
+        assert least <= min(make(RuledGraph.of(captured), request).held.total for make in BASELINES.values())
     enough = read_memory(re.search(r"memory='(.*?)' \(--memory", text)[1])
     assert least <= enough < 1.01 * least
     assert make.make_plan(captured, replace(request, memory=enough)).held.total <= enough
@@ -255,7 +254,7 @@ def test_a_budget_that_nothing_keeps_says_what_the_floor_is(mesh, options):
 
 def test_what_no_plan_can_hold_is_refused_before_a_search(monkeypatch):
     """By parameters, gradients and states alone: 12,876 parameters of sixteen bytes."""
-    monkeypatch.setattr(weighing, "search", None)
+    monkeypatch.setattr(mesh_search, "search", None)
     match = (
         r"^no plan was found under which a device holds 20.0 kB or less, and there is none: however they are split, .* "
         r"\(12.9 kB\), their gradients \(12.9 kB\) and the states of adamw \(25.8 kB\) take 51.5 kB on each of "
@@ -271,17 +270,17 @@ def test_the_bytes_of_the_search_are_never_above_those_held(name, monkeypatch):
     """So that a bound by these bytes is one for what is held; and near them, so that it is a good one."""
     build, loss_fn, batch_of = NETWORKS[name]
     spaces = []
-    monkeypatch.setattr(weighing, "search", lambda space, *args: spaces.append(space) or search.search(space, *args))
+    monkeypatch.setattr(mesh_search, "search", lambda space, *args: spaces.append(space) or search.search(space, *args))
     plan = plan_of(build(), loss_fn, batch_of(24), Mesh.of(a=2, b=3), "auto")
-    both = search._Both(spaces[0], Seconds(shipped("cpu_host")))
-    weights, buffers, joined = Weights(both.main, ADAMW), buffers_of(both.main), Joined(both.main)
+    both = search._TwoStages(spaces[0], Seconds(shipped("cpu_host")))
+    weights, buffers, joined = Weights(both.main, ADAMW), buffers_of(both.main), JoinedBuffers(both.main)
     random = np.random.default_rng(0)
     for price in (0.0, 1e-12, 1e-9, 1e-6):
         noise = [Table((v,), random.random(size) * 1e-5) for v, size in enumerate(both.main.domains)]
         picked = both.main.minimum([*weights.at(price), *noise]).picked
         strategies, leaves = both.main.decided(picked)
-        beside = both._following(strategies, leaves)[1:] if both.beside else ({}, {})
-        held = replace(plan, strategies=strategies | beside[0], leaves=leaves | beside[1]).held
+        plus = both._following(strategies, leaves)[1:] if both.beside else ({}, {})
+        held = replace(plan, strategies=strategies | plus[0], leaves=leaves | plus[1]).held
         assert 0.85 * (held.total - held.communication) <= weights.of(picked) <= held.total - held.communication
         largest = max(buffers.of(picked), joined.largest(picked)[1])
         assert 0.9 * held.communication <= largest <= held.communication
@@ -304,9 +303,9 @@ class Fused(torch.nn.Module):
 
 def test_parts_of_one_memory_and_views_of_gathered_weights_are_counted(monkeypatch):
     spaces, batch = [], torch.randn(480, 16)
-    monkeypatch.setattr(weighing, "search", lambda space, *args: spaces.append(space) or search.search(space, *args))
+    monkeypatch.setattr(mesh_search, "search", lambda space, *args: spaces.append(space) or search.search(space, *args))
     plan = plan_of(Fused(), lambda m, b: m(b).square().sum(), batch, Mesh.of(a=2, b=2), "auto")
-    both = search._Both(spaces[0], Seconds(shipped("cpu_host")))
+    both = search._TwoStages(spaces[0], Seconds(shipped("cpu_host")))
     weights, random = Weights(both.main, ADAMW), np.random.default_rng(0)
     for _ in range(12):
         noise = [Table((v,), random.random(size) * 1e-3) for v, size in enumerate(both.main.domains)]
@@ -319,7 +318,7 @@ def test_parts_of_one_memory_and_views_of_gathered_weights_are_counted(monkeypat
 def test_the_next_price_is_where_the_best_on_both_sides_of_the_budget_cost_the_same():
     """Not of the last two that were found: the hull of all passes the limit between the second and the third."""
     points = [(0.85, 5), (0.58, 11), (0.54, 20), (0.57, 19), (9.0, 30)]
-    found = [Priced(Choice({}, {}), cost, 0.0, size) for cost, size in points]
+    found = [PricedChoice(Choice({}, {}), cost, 0.0, size) for cost, size in points]
     assert next_price(found, 16) == pytest.approx((0.58 - 0.54) / 9)
 
 
@@ -406,8 +405,8 @@ def test_choices_are_divided_where_a_gap_is_left_and_from_the_price_between_the_
         raise NothingBelow(13.95)
 
     budget = Budget(10, ADAMW, lambda choice: 10 if choice is fit else 20, refused)
-    parts = Parts(fit, solve, budget, SimpleNamespace(most_searches=4), math.inf)
-    found = parts.divided(Part((), [Priced.of(of, 10.0, budget) for of in (over, fit)], bound, 0.3))
+    parts = BranchAndBound(fit, solve, budget, SimpleNamespace(most_searches=4), math.inf)
+    found = parts.divided(Branch((), [PricedChoice.of(of, 10.0, budget) for of in (over, fit)], bound, 0.3))
     assert tried == pytest.approx(asked)
     assert (found.cost, found.bound, found.price) == (14.0, 13.95, 0.3)
 

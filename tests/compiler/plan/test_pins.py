@@ -12,10 +12,10 @@ from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.plan.make import make_plan
-from shardwright.compiler.plan.pins import pinned_strategies
 from shardwright.compiler.plan.pricing.cost import Seconds
 from shardwright.compiler.plan.pricing.hardware import shipped
 from shardwright.compiler.plan.request import PlanRequest
+from shardwright.compiler.plan.spaces import pinned_strategies
 from shardwright.compiler.rules.notation import parse
 from shardwright.errors import StrategyError
 from whole import true_cost

@@ -17,11 +17,11 @@ from shardwright.compiler.mesh.mesh import Axis, Link, Mesh
 from shardwright.compiler.plan.make import make_plan
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.cost import Bytes
+from shardwright.compiler.plan.pricing.graph import RuledGraph
 from shardwright.compiler.plan.pricing.hardware import read_hardware
-from shardwright.compiler.plan.pricing.ruled import RuledGraph
 from shardwright.compiler.plan.request import PlanRequest
-from shardwright.compiler.plan.searching.search import search
-from shardwright.compiler.plan.searching.space import Space
+from shardwright.compiler.plan.search.choices import Space
+from shardwright.compiler.plan.search.search import search
 from shardwright.errors import PlanError
 
 MESH = Mesh((Axis("dp", 2, Link(1e-4, 1e9)), Axis("tp", 3)))

@@ -11,10 +11,10 @@ import torch
 from decoder import Decoder, batch_of, loss_fn
 from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.mesh.mesh import Mesh
-from shardwright.compiler.plan.decided.shown import joined, template
 from shardwright.compiler.plan.make import make_plan
 from shardwright.compiler.plan.pricing.hardware import read_hardware
 from shardwright.compiler.plan.request import PlanRequest
+from shardwright.compiler.plan.text import joined, template
 from shardwright.compiler.report.plans.summary import plan_summary
 from shardwright.compiler.report.plans.text_page import plan_page
 

@@ -7,7 +7,7 @@ import pytest
 from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.mesh.mesh import Axis, Link, Mesh
 from shardwright.compiler.plan.pricing.hardware import shipped
-from shardwright.compiler.plan.pricing.optimizers import OptimizerStates
+from shardwright.compiler.plan.pricing.memory import OptimizerStates
 from shardwright.compiler.plan.request import PlanRequest, read_memory
 from shardwright.errors import UsageError
 

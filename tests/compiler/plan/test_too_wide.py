@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from shardwright.compiler.mesh.mesh import Mesh
-from shardwright.compiler.plan import others, weighing
-from shardwright.compiler.plan.minima.exact import TooWide
+from shardwright.compiler.plan import mesh_search
+from shardwright.compiler.plan.search.exact import TooWide
 from shardwright.compiler.plan.searches import SEARCHES
 from shardwright.errors import PlanError, UsageError
 from shardwright.training.zoo import TwoMatmuls
 from whole import plan_of, run, same
 
-SEARCH = weighing.search
+SEARCH = mesh_search.search
 EIGHT = Mesh.of(d=8)
 
 
@@ -29,8 +29,7 @@ def plan(monkeypatch):
                 raise TooWide("the search would need a table")
             return SEARCH(space, objective)
 
-        for file in (weighing, others):
-            monkeypatch.setattr(file, "search", search)
+        monkeypatch.setattr(mesh_search, "search", search)
         torch.manual_seed(0)
         model, batch = TwoMatmuls(16, 8).double(), (torch.randn(16, 16, dtype=torch.float64),)
         found = plan_of(model, square, batch, mesh, "auto", **options)

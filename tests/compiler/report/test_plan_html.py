@@ -8,11 +8,9 @@ from browser import opened
 from torch import nn
 from torch.nn import functional as F
 
-from shardwright.compiler.plan.decided.prices import Prices
+from shardwright.compiler.plan.prices import Prices
 from shardwright.compiler.plan.pricing.hardware import read_hardware
-from shardwright.compiler.report.plans.document import document_of
-from shardwright.compiler.report.plans.html import in_html, save_html
-from shardwright.compiler.report.plans.step_line import events_of
+from shardwright.compiler.report.plans.html import document_of, events_of, in_html, save_html
 from shardwright.errors import PlanError
 from shardwright.training.zoo import GPT, TwoMatmuls, resnet50
 
@@ -41,16 +39,16 @@ def quick_start():
 def plans_of(model, loss_fn, batch):
     from shardwright.compiler.capture.step import captured_step
     from shardwright.compiler.mesh.mesh import Mesh
-    from shardwright.compiler.plan.known_plans import KNOWN_PLANS
+    from shardwright.compiler.plan.baselines import BASELINES
     from shardwright.compiler.plan.make import make_plan
-    from shardwright.compiler.plan.pricing.ruled import RuledGraph
+    from shardwright.compiler.plan.pricing.graph import RuledGraph
     from shardwright.compiler.plan.request import PlanRequest
 
     graph = RuledGraph.of(captured_step(model, loss_fn, batch, {}))
     request = PlanRequest(Mesh.of(dp=2, tp=4), "auto", hardware=H100)
     return {
         "this plan": make_plan(graph.capture, request),
-        "tensor parallel": KNOWN_PLANS["tensor parallel"](graph, request),
+        "tensor parallel": BASELINES["tensor parallel"](graph, request),
     }
 
 

@@ -6,8 +6,7 @@ import time
 import pytest
 from browser import opened
 
-from shardwright.compiler.report.runs.document import document_of, history, whole_run
-from shardwright.compiler.report.runs.html import save_html
+from shardwright.compiler.report.runs.html import document_of, history, save_html, whole_run
 from shardwright.errors import UsageError
 from shardwright.launch.progress.ranks import WatchedJob
 from told_jobs import PLAN, job, tell

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shardwright.compiler.rules.functions import function_of, is_function, name_of
+from shardwright.compiler.rules.register import function_of, is_function, name_of
 from shardwright.compiler.rules.table import key_of
 from shardwright.errors import CaptureError
 

@@ -10,10 +10,10 @@ from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.plan.make import make_plan
 from shardwright.compiler.plan.plan import Plan
-from shardwright.compiler.plan.pricing.ruled import RuledGraph
+from shardwright.compiler.plan.pricing.graph import RuledGraph
 from shardwright.compiler.plan.request import PlanRequest
-from shardwright.compiler.rules.functions import name_of
 from shardwright.compiler.rules.notation import Operand
+from shardwright.compiler.rules.register import name_of
 from shardwright.compiler.rules.table import REGISTERED, rule_of
 from shardwright.errors import CaptureError, ShardwrightError, StrategyError, UsageError
 from shardwright.runtime.programs import plan_cache

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from rulecheck import bound, plain, shapes_of
 from shardwright.compiler.mesh.mesh import Mesh
-from shardwright.compiler.rules import random
+from shardwright.compiler.rules import layers
 from shardwright.compiler.rules.notation import parse
-from shardwright.compiler.rules.operator import Operator
-from shardwright.compiler.rules.row import EVERYTHING, NOTHING, Beside, Row, Saved
+from shardwright.compiler.rules.row import EVERYTHING, NOTHING, InternalTensor, Operator, Row, Saved
 from shardwright.compiler.rules.table import TABLE, column, internal_collectives, key_of, row_of
 from shardwright.errors import StrategyError
 
@@ -95,8 +94,8 @@ class Kept:
         places |= {memory(t): ("operand", i) for i, t in enumerate(tensors) if t.numel()}
         self.seen |= {places[memory(t)] for t in packed if memory(t) in places}
         inside = {memory(t): t.nbytes for t in packed if memory(t) not in places}
-        if not row.draws and saved.beside:
-            said = sum(bytes_beside(beside, tensors, results) for beside in saved.beside)
+        if not row.draws and saved.internal:
+            said = sum(bytes_beside(beside, tensors, results) for beside in saved.internal)
             assert said <= sum(inside.values()) <= said + SMALL_BYTES
         for i, result in enumerate(results):
             carries = row.differentiable is None or i < row.differentiable
@@ -111,7 +110,7 @@ def memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def bytes_beside(beside: Beside, operands: list[Tensor], results: list[Tensor]) -> int:
+def bytes_beside(beside: InternalTensor, operands: list[Tensor], results: list[Tensor]) -> int:
     like = (operands if beside.like == "operand" else results)[beside.index]
     return like.numel() * (beside.itemsize or like.itemsize)
 
@@ -170,7 +169,7 @@ def test_an_operator_without_a_row_keeps_all_that_it_has():
 def test_a_row_says_that_it_draws_where_torch_says_so():
     said = {key for key, row in TABLE.items() if row.draws}
     ruled = [key for key, row in TABLE.items() if row.rule is not None and key.startswith("aten.")]
-    assert said == {key for key in ruled if any(random.draws(f"aten.{overload}") for overload in overloads(key))}
+    assert said == {key for key in ruled if any(layers.draws(f"aten.{overload}") for overload in overloads(key))}
 
 
 def test_a_rule_that_merges_needs_to_say_how():

@@ -10,8 +10,7 @@ import click
 from rich.console import Console
 
 from shardwright.cluster.watch.view import screen
-from shardwright.compiler.report.runs.document import document_of, history, whole_run
-from shardwright.compiler.report.runs.html import save_html
+from shardwright.compiler.report.runs.html import document_of, history, save_html, whole_run
 from shardwright.launch.joblog.job import JobFolder
 from shardwright.launch.progress.ranks import WatchedJob
 

@@ -24,9 +24,9 @@ from shardwright.compiler.capture.tracing.numbers import Numbers
 from shardwright.compiler.capture.tracing.regions import is_without_gradient
 from shardwright.compiler.capture.tracing.sources import source_of
 from shardwright.compiler.capture.tracing.trace import Trace
-from shardwright.compiler.rules import random
-from shardwright.compiler.rules.functions import called, is_function
+from shardwright.compiler.rules.layers import refuse_drawing
 from shardwright.compiler.rules.notation import Operand
+from shardwright.compiler.rules.register import called, is_function
 from shardwright.compiler.rules.row import Identity, Row
 from shardwright.compiler.rules.table import Column, column, row_of
 from shardwright.errors import CaptureError, StrategyError
@@ -369,7 +369,7 @@ class _Converter:
         nodes.reverse()
         for node in nodes:
             if not row_of(node.op).draws:
-                random.refuse_drawing(node.op, node.source)
+                refuse_drawing(node.op, node.source)
         kept = live.union(*(node.results for node in nodes))
         values = {
             name: value

@@ -9,8 +9,8 @@ import torch
 
 from shardwright.compiler.capture.ir import Capture, Node
 from shardwright.compiler.capture.operators import resolve, takes_device
-from shardwright.compiler.rules.functions import is_function
 from shardwright.compiler.rules.notation import Operand
+from shardwright.compiler.rules.register import is_function
 
 
 def evaluate(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from shardwright.compiler.capture.ir import Capture, Node
-from shardwright.compiler.rules.operator import Operator
-from shardwright.compiler.rules.row import Saved
+from shardwright.compiler.rules.row import Operator, Saved
 from shardwright.compiler.rules.table import row_of
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from shardwright.common import signatures
 from shardwright.compiler.capture.tracing.written import ctc_losses, grouped_mm
-from shardwright.compiler.rules.functions import function_of, is_function
+from shardwright.compiler.rules.register import function_of, is_function
 from shardwright.compiler.rules.table import Column, column
 from shardwright.errors import CaptureError
 

@@ -19,7 +19,7 @@ from shardwright.common.signatures import schema_parameters
 from shardwright.compiler.capture.check import check
 from shardwright.compiler.capture.ir import Capture, Names, Node, Value
 from shardwright.compiler.rules.notation import Operand
-from shardwright.compiler.rules.operator import chosen_dims, named_arguments
+from shardwright.compiler.rules.row import chosen_dims, named_arguments
 from shardwright.compiler.rules.table import Column, column
 
 _NONE, _MEAN, _SUM = 0, 1, 2  # torch's numbers for reduction=

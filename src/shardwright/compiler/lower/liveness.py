@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from shardwright.compiler.capture.ir import Node, Value
 from shardwright.compiler.lower.program import Instruction, LocalProgram
 from shardwright.compiler.plan.plan import Plan
-from shardwright.compiler.plan.pricing.buckets import beside_together
+from shardwright.compiler.plan.pricing.cost import beside_together
 from shardwright.compiler.plan.pricing.memory import local_bytes
 from shardwright.compiler.rules.table import Column, column
 
@@ -129,7 +129,7 @@ class _Lives:
         saved = self._kept.saved[node.name]
         names = [instruction.reads[i] for i in saved.operands or ()] + [node.results[i] for i in saved.results or ()]
         kept = [self._again.get(self._lies[name], self._lies[name]) for name in names]
-        if saved.beside:
+        if saved.internal:
             kept.append(len(self._sizes))
             self._sizes.append(self._beside(node))
         self._keeps[at] = list(dict.fromkeys(kept))
@@ -158,7 +158,7 @@ class _Lives:
     def _beside(self, node: Node) -> int:
         layouts = {name: self._plan.target(node, i).layout for i, name in enumerate(node.operands)}
         layouts |= {name: self._plan.layout(name) for name in node.results}
-        return self._kept.beside(node, layouts.__getitem__, self._plan.mesh, self._program.rank)
+        return self._kept.internal_bytes(node, layouts.__getitem__, self._plan.mesh, self._program.rank)
 
     # The backward
 

@@ -16,7 +16,7 @@ from shardwright.compiler.lower import local_draws
 from shardwright.compiler.lower.call import COMM, GUARD, Call, random_key
 from shardwright.compiler.lower.site import ANY_DEVICE, Localiser, Site
 from shardwright.compiler.rules.notation import Operand
-from shardwright.compiler.rules.operator import chosen_dims
+from shardwright.compiler.rules.row import chosen_dims
 from shardwright.compiler.rules.table import Column, column
 
 

@@ -23,7 +23,7 @@ from shardwright.compiler.lower.passes import (
 from shardwright.compiler.lower.program import Instruction, LocalProgram, variables
 from shardwright.compiler.lower.site import Site
 from shardwright.compiler.mesh.redistribute import Shape, Step
-from shardwright.compiler.plan.decided.decisions import Transfer
+from shardwright.compiler.plan.decisions import Transfer
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.rules.notation import Operand
 from shardwright.distributed.gradients import BUCKET_BYTES

@@ -12,9 +12,9 @@ from shardwright.compiler.lower.program import Instruction, LocalProgram, variab
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.mesh.redistribute import Step
 from shardwright.compiler.plan.plan import Plan
-from shardwright.compiler.plan.pricing.buckets import (
-    Entering,
-    Gathered,
+from shardwright.compiler.plan.pricing.cost import (
+    EnteringParameter,
+    SmallGather,
     in_buckets,
     in_gathers,
     in_repeated_gathers,
@@ -67,9 +67,9 @@ def _trained_before(first: Instruction, program: LocalProgram) -> bool:
     return any(name in program.parameters for instruction in before for name in instruction.reads)
 
 
-def _entering(instruction: Instruction, mesh: Mesh) -> Entering:
+def _entering(instruction: Instruction, mesh: Mesh) -> EnteringParameter:
     [(value, step)] = instruction.moves
-    return Entering(instruction.reads[0], local_bytes(value, step.after, mesh), (step.axes, value.dtype))
+    return EnteringParameter(instruction.reads[0], local_bytes(value, step.after, mesh), (step.axes, value.dtype))
 
 
 def _before_blocks(instructions: Sequence[Instruction]) -> list[Instruction]:
@@ -171,7 +171,7 @@ def _gathers_before(program: LocalProgram, joining: Collection[int]) -> dict[int
     return found
 
 
-def _small_gather(instruction: Instruction, program: LocalProgram) -> Gathered | None:
+def _small_gather(instruction: Instruction, program: LocalProgram) -> SmallGather | None:
     if instruction.kind != "redistribution" or instruction.regathers or instruction.reads[0] not in program.parameters:
         return None
     return small_gather(*instruction.moves[0], program.mesh)

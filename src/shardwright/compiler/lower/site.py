@@ -14,9 +14,9 @@ from shardwright.compiler.capture.operators import is_ours
 from shardwright.compiler.lower.call import Call
 from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.mesh.mesh import Mesh
-from shardwright.compiler.rules.functions import is_function
 from shardwright.compiler.rules.notation import OpRule, Shape, Strategy
-from shardwright.compiler.rules.operator import named_arguments
+from shardwright.compiler.rules.register import is_function
+from shardwright.compiler.rules.row import named_arguments
 
 # A device in a call stands for the one that the program runs on.
 ANY_DEVICE = torch.device("cpu")

@@ -14,10 +14,13 @@ from functools import cached_property
 
 from shardwright.errors import UsageError
 
+UNNAMED = "ranks"
+"""The one axis of devices to whose mesh the user gave no names."""
+
 
 @dataclass(frozen=True)
 class Link:
-    """What connects the devices along an axis: ``latency_s`` seconds per message, ``bandwidth`` in bytes per second."""
+    """The link between the devices of an axis: ``latency_s`` seconds per message, ``bandwidth`` bytes per second."""
 
     latency_s: float
     bandwidth: float
@@ -75,6 +78,11 @@ class Mesh:
             axes.append(Axis(name, int(size)))
         return Mesh(tuple(axes))
 
+    @property
+    def is_unnamed(self) -> bool:
+        """Whether the user named none of the axes: they are all devices, or parts of these."""
+        return all(name == UNNAMED or name.startswith(f"{UNNAMED}.") for name in self.names)
+
     @cached_property
     def size(self) -> int:
         """The number of devices."""
@@ -97,7 +105,7 @@ class Mesh:
         return parts
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank stands on every axis."""
+        """Return the coordinate of a rank on every axis."""
         if not 0 <= rank < self.size:
             raise UsageError(f"rank {rank} is not on a mesh of {self.size} devices ({self})")
         found = {}
@@ -170,6 +178,8 @@ class Mesh:
         return Mesh(tuple(axis for axis in self.axes if axis.size > 1))
 
     def __str__(self) -> str:
+        if len(self.axes) > 1 and self.is_unnamed:
+            return f"{' x '.join(str(axis.size) for axis in self.axes)} {UNNAMED}"
         return " ".join(f"{axis.name}={axis.size}" for axis in self.axes) or "one device"
 
 

@@ -1,11 +1,7 @@
-"""From a capture and a request to a plan.
+"""The planner: from a capture and a request to a plan.
 
-Where the mode searches nothing, every operator follows the split of the batch (`data.py`). Else the row of the search
-says which strategies are choices and what is minimised over them (`searches.py`); `search.py` finds the minimum, and
-`recursive.py` what is the best axis by axis. `meshes.py` says on which meshes, `weighing.py` what choices hold and cost
-there, and `others.py` what stands beside a search that leaves a gap.
-
-Where the hardware hides the reduction of gradients behind the backward, several searches are made (`hidden.py`).
+Where the mode searches nothing, every operator follows the split of the batch (`choices.data_parallel`), and no search
+is imported. Else `meshes.searched_plan` searches, by the row that `searches.py` has for the search.
 """
 
 from __future__ import annotations
@@ -17,20 +13,15 @@ from dataclasses import replace
 
 from shardwright.common.words import in_bytes
 from shardwright.compiler.capture.ir import Capture
-from shardwright.compiler.mesh.mesh import Mesh
-from shardwright.compiler.plan.boundary import fixed_leaves, output_layouts
-from shardwright.compiler.plan.meshes import Meshes
-from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.mesh.mesh import UNNAMED, Mesh
+from shardwright.compiler.plan.axis_names import with_axis_names
+from shardwright.compiler.plan.plan import Plan, plan_of
 from shardwright.compiler.plan.pricing.cost import Seconds
-from shardwright.compiler.plan.pricing.ruled import RuledGraph
+from shardwright.compiler.plan.pricing.graph import RuledGraph
 from shardwright.compiler.plan.request import PlanRequest
-from shardwright.compiler.plan.searches import MODES, SEARCHES, Search
-from shardwright.compiler.plan.searching.budget import OverBudget
-from shardwright.compiler.plan.searching.data import data_parallel
-from shardwright.compiler.plan.searching.hidden import cheapest_with_hidden
-from shardwright.compiler.plan.searching.space import Space
-from shardwright.compiler.plan.spaces import blocks_for
-from shardwright.compiler.plan.weighing import Weighing
+from shardwright.compiler.plan.search.choices import Choice, OverBudget, Space, data_parallel
+from shardwright.compiler.plan.searches import MODES
+from shardwright.compiler.plan.spaces import blocks_for, fixed_leaves, output_layouts
 
 
 def make_plan(capture: Capture, request: PlanRequest) -> Plan:
@@ -41,47 +32,33 @@ def make_plan(capture: Capture, request: PlanRequest) -> Plan:
         StrategyError: where a pin cannot be fulfilled.
         PlanError: where no plan exists.
     """
-    with _uncollected():
-        return _made(RuledGraph.of(capture), request)
+    with _garbage_collection_paused():
+        return with_axis_names(_made(RuledGraph.of(capture), request))
 
 
 def _made(graph: RuledGraph, request: PlanRequest) -> Plan:
     if request.searched is None:
-        return _following_the_batch(graph, request)
-    row = SEARCHES[request.searched]
+        return data_parallel_plan(graph, request)
+    from shardwright.compiler.plan.meshes import searched_plan  # modes that search nothing load no search
+
     _refuse_what_cannot_fit(graph, request)
-    objective = row.objective(request.hardware, request.optimizer)
-    if isinstance(objective, Seconds) and request.hardware.hides_gradients:
-        return cheapest_with_hidden(
-            lambda of: _searched(graph, request, replace(row, objective=lambda *_: of)), objective
-        )
-    return _searched(graph, request, row)
+    return searched_plan(graph, request, request.searched)
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
-    """Inside, Python looks for no cycles: searches make none of what is large, and each look goes through the graph."""
-    collected = gc.isenabled()
+def _garbage_collection_paused() -> Iterator[None]:
+    """Pause the collection of cycles: a search makes none of what is large, and each pass walks the whole graph."""
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if collected:
+        if was_enabled:
             gc.enable()
 
 
-def _searched(graph: RuledGraph, request: PlanRequest, row: Search) -> Plan:
-    """The plan that costs least of those that a search finds."""
-    meshes = Meshes(graph, request, row)
-    if request.axes:
-        meshes.look_at([meshes.weighing(request.axes)])
-    else:
-        meshes.look()
-    return meshes.found()
-
-
 def _refuse_what_cannot_fit(graph: RuledGraph, request: PlanRequest) -> None:
-    """Refuse, before a search, what no plan can hold: parameters cut over all devices, their gradients and states."""
+    """Refuse, before a search, what no plan can hold: parameters split over all devices, their gradients and states."""
     devices, parameters = request.mesh.size, graph.capture.of_kind("parameter")
     trained = sum(value.bytes for value in parameters if value.needs_gradient)
     kinds = sum(value.bytes for value in parameters), trained, request.optimizer.bytes_for(trained)
@@ -96,26 +73,38 @@ def _refuse_what_cannot_fit(graph: RuledGraph, request: PlanRequest) -> None:
         )
 
 
-def _following_the_batch(graph: RuledGraph, request: PlanRequest) -> Plan:
-    """The plan without a search.
+def data_parallel_plan(graph: RuledGraph, request: PlanRequest) -> Plan:
+    """Return the plan without a search: every operator follows the split of the batch.
 
-    It takes one axis, which cuts a batch that does not divide as loaders do: ceil-sized parts first; unless the slices
-    of the inputs are asked for, which may need several.
+    It takes one axis, which splits a batch that does not divide as loaders do, ceil-sized parts first; unless the
+    slices of the inputs are given, which may need several.
     """
-    one_axis = Mesh.of(ranks=request.mesh.size).without_ones()
+    one_axis = Mesh.of(**{UNNAMED: request.mesh.size}).without_ones()
     mesh = request.axes or (request.mesh.atomic() if isinstance(request.inputs, Mapping) else one_axis)
     inputs = request.inputs if MODES[request.mode].splits else "whole"
-    # A rank without rows keeps its place: the batch is cut over all of them, however few rows there are.
+    # A rank without rows keeps its place: the batch is split over all of them, however few rows there are.
     leaves = fixed_leaves(graph.capture, mesh, inputs, request.storage, every_rank=True)
     outputs = output_layouts(graph.capture, mesh, leaves)
     space = Space(graph, mesh, {}, {}, outputs, *blocks_for(graph, request))
-    weighing = Weighing(mesh, request, space, Seconds(request.hardware, request.optimizer))
     between_hosts = request.hardware.ranks_per_host is not None
-    choice = weighing.settle(data_parallel(graph, mesh, leaves, outputs, whole_lookups=between_hosts))
-    plan = weighing.plan(choice)
-    if request.memory is not None and plan.held.total > request.memory:
-        if (within := weighing.fewest(choice, request.memory)) is not None:
-            return weighing.plan(replace(within, cost=None))
-        over = weighing.refusal([choice], 0.0)
-        raise OverBudget(f"{over}; or mode='auto', which splits parameters too", over.least_bytes)
-    return plan
+    choice = data_parallel(graph, mesh, leaves, outputs, whole_lookups=between_hosts)
+    plan = plan_of(space, request, replace(choice, recomputed=space.demanded))
+    if request.memory is None or plan.held.total <= request.memory:
+        return plan
+    return _within_memory(space, request, choice, request.memory)
+
+
+def _within_memory(space: Space, request: PlanRequest, choice: Choice, limit: int) -> Plan:
+    """Return the plan of a choice with as many blocks recomputed as it takes to fit.
+
+    Raises:
+        OverBudget: where it never does.
+    """
+    from shardwright.compiler.plan.mesh_search import MeshSearch
+
+    search = MeshSearch(space.mesh, request, space, Seconds(request.hardware, request.optimizer))
+    choice = search.settle(choice)
+    if (within := search.fewest(choice, limit)) is not None:
+        return search.plan(replace(within, cost=None))
+    over = search.refusal([choice], 0.0)
+    raise OverBudget(f"{over}; or mode='auto', which splits parameters too", over.least_bytes)

@@ -1,29 +1,45 @@
-"""The meshes on which plans are searched for: few axes first, then what may cost less on more."""
+"""The search over meshes, few axes first, and over how much of the communication of gradients is hidden."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import TypeVar
 
 from shardwright.common.words import in_bytes
 from shardwright.compiler.mesh.mesh import Mesh
-from shardwright.compiler.plan.explain import in_unit
-from shardwright.compiler.plan.minima.exact import TooWide
-from shardwright.compiler.plan.minima.narrow import NothingBelow
-from shardwright.compiler.plan.others import EQUAL, searched
+from shardwright.compiler.plan.decisions import Decisions
+from shardwright.compiler.plan.mesh_search import EQUAL, MeshSearch, search_mesh
 from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.plan.prices import Prices
+from shardwright.compiler.plan.pricing.cost import Seconds
+from shardwright.compiler.plan.pricing.graph import RuledGraph
 from shardwright.compiler.plan.pricing.links import link_along
-from shardwright.compiler.plan.pricing.ruled import RuledGraph
 from shardwright.compiler.plan.request import PlanRequest
-from shardwright.compiler.plan.searches import SEARCHES, Search
-from shardwright.compiler.plan.searching.budget import OverBudget
-from shardwright.compiler.plan.searching.search import floor_of
-from shardwright.compiler.plan.searching.space import Choice
+from shardwright.compiler.plan.search.choices import Choice, OverBudget
+from shardwright.compiler.plan.search.exact import TooWide
+from shardwright.compiler.plan.search.narrow import NothingBelow
+from shardwright.compiler.plan.search.search import floor_of
+from shardwright.compiler.plan.searches import SEARCHES, Search, SearchName
 from shardwright.compiler.plan.spaces import meshes_for, space_of
-from shardwright.compiler.plan.weighing import Weighing
+from shardwright.compiler.plan.text import in_unit
 from shardwright.errors import PlanError, StrategyError
+
+
+def searched_plan(graph: RuledGraph, request: PlanRequest, search: SearchName) -> Plan:
+    """Return the plan that costs least of those that a search finds.
+
+    Where the hardware hides the reduction of gradients behind the backward, several searches are made.
+    """
+    row = SEARCHES[search]
+    objective = row.objective(request.hardware, request.optimizer)
+    if isinstance(objective, Seconds) and request.hardware.hides_gradients:
+        return cheapest_with_hidden(
+            lambda of: Meshes(graph, request, replace(row, objective=lambda *_: of)).found(), objective
+        )
+    return Meshes(graph, request, row).found()
 
 
 class Meshes:
@@ -37,11 +53,11 @@ class Meshes:
         self._said: list[str] = []
         self._price = 0.0  # of a byte, at which the plan was found
 
-    def weighing(self, mesh: Mesh, row: Search | None = None) -> Weighing:
-        """What may be chosen on a mesh, and what that costs."""
+    def search_on(self, mesh: Mesh, row: Search | None = None) -> MeshSearch:
+        """Return the search on a mesh."""
         request, row = self._request, row or self._row
         space = space_of(self._graph, mesh, request, row)
-        found = Weighing(mesh, request, space, row.objective(request.hardware, request.optimizer))
+        found = MeshSearch(mesh, request, space, row.objective(request.hardware, request.optimizer))
         found.price = self._price
         return found
 
@@ -49,14 +65,14 @@ class Meshes:
         """Look at meshes of few axes, then at finer ones; where all tables would be too large, at coarser ones."""
         count = self._row.first_axes
         meshes = meshes_for(self._graph, self._request, count)
-        few = [self.weighing(mesh) for mesh in meshes]
+        few = [self.search_on(mesh) for mesh in meshes]
         self.look_at(few)
         # Unless pins, the storage or the inputs name the axes that there are.
         named = len(meshes[0].axes) > count or self._request.storage or isinstance(self._request.inputs, Mapping)
         if self._is_too_wide() and not named:
             while self._is_too_wide() and count > 1:
                 count -= 1
-                self.look_at([self.weighing(mesh) for mesh in meshes_for(self._graph, self._request, count)])
+                self.look_at([self.search_on(mesh) for mesh in meshes_for(self._graph, self._request, count)])
         else:
             self._look_closer(self._finer(meshes), min(of.least for of in few))
 
@@ -73,8 +89,8 @@ class Meshes:
         self._said += [f"{mesh} not searched: its axes have one link, and cut no more than fewer do" for mesh in idle]
 
     def _of_the_busy(self, mesh: Mesh) -> float:
-        """What the best plan costs that leaves no device idle, which may take the place of the one that is there."""
-        weighing = self.weighing(mesh, replace(self._row, keeps=SEARCHES["propagation"].keeps))
+        """Return the cost of the best plan that leaves no device idle, and keep that plan if it is the best so far."""
+        weighing = self.search_on(mesh, replace(self._row, keeps=SEARCHES["propagation"].keeps))
         try:
             choice = weighing.first(self._row, self._least())
         except PlanError:
@@ -90,40 +106,42 @@ class Meshes:
         found = dict.fromkeys(mesh for of in counts for mesh in meshes_for(self._graph, self._request, of))
         return [mesh for mesh in found if mesh not in meshes]
 
-    def _if_worth(self, finer: Mesh, least: float) -> Weighing | None:
-        """What may be chosen on a finer mesh, where links tell its axes from each other, or where these cut what those
-        of coarser meshes do not; else None."""
+    def _if_worth(self, finer: Mesh, least: float) -> MeshSearch | None:
+        """Return the search on a finer mesh; None where it cannot cost less.
+
+        It can where links tell its axes apart, or where these split what the axes of coarser meshes do not.
+        """
         per_host = self._request.hardware.ranks_per_host
         links = {link_along(finer, [axis], per_host) for axis in finer.names}
         if len(links) > 1:
-            return self.weighing(finer)
+            return self.search_on(finer)
         if self._floor >= least * (1 - EQUAL):
             return None
-        weighing = self.weighing(finer)
+        weighing = self.search_on(finer)
         return weighing if weighing.least < least * (1 - EQUAL) else None
 
     @cached_property
     def _floor(self) -> float:
-        """What no plan costs less than on any mesh of these devices.
+        """The cost that no plan is below on any mesh of these devices.
 
         Cached: the request and the graph are frozen.
         """
         request = self._request
         return floor_of(self._graph, self._row.objective(request.hardware, request.optimizer), request.mesh.size)
 
-    def look_at(self, weighings: Sequence[Weighing]) -> None:
+    def look_at(self, weighings: Sequence[MeshSearch]) -> None:
         """Search these meshes for what costs less than what was found."""
         for weighing in weighings:
             self._said.append(f"{weighing.mesh} {self._searched(weighing)}")
             weighing.forget()
 
-    def _searched(self, weighing: Weighing) -> str:
-        """What is to be said of a mesh; a plan that costs less than the one that is there takes its place."""
+    def _searched(self, weighing: MeshSearch) -> str:
+        """Search a mesh and return a line about it; a plan that costs less than the best so far takes its place."""
         row, below = self._row, self._least()
         if weighing.least >= below:
             return f"not searched: nothing on it costs less than {in_unit(weighing.least, row)}"
         try:
-            choice = searched(weighing, row, below)
+            choice = search_mesh(weighing, row, below)
         except NothingBelow as nothing:
             self._bounds.append(min(nothing.bound, below))
             return f"has no cheaper plan: nothing on it costs less than {in_unit(nothing.bound, row)}"
@@ -142,7 +160,7 @@ class Meshes:
     def _least(self) -> float:
         return math.inf if self._best is None else self._best.cost or 0.0
 
-    def _take(self, choice: Choice, weighing: Weighing) -> None:
+    def _take(self, choice: Choice, weighing: MeshSearch) -> None:
         if (choice.cost or 0.0) < self._least():
             self._best, self._price = weighing.plan(choice), choice.price
 
@@ -150,11 +168,15 @@ class Meshes:
         return self._best is None and all(isinstance(error, TooWide) for _, error in self._errors)
 
     def found(self) -> Plan:
-        """The plan that costs least of all that were found.
+        """Search the mesh that was asked for, or all, and return the plan that costs least.
 
         Raises:
             PlanError: where there is none.
         """
+        if self._request.axes:
+            self.look_at([self.search_on(self._request.axes)])
+        else:
+            self.look()
         if self._best is not None:
             several = tuple(self._said) if len(self._said) > 1 else ()
             return replace(self._best, bound=self._best.bound and min(self._bounds), considered=several)
@@ -166,3 +188,55 @@ class Meshes:
                 raise error
         mesh, error = self._errors[-1]
         raise PlanError(f"no plan was found on the mesh {mesh}: {error}; try fewer axes, as in mesh='dp=4,tp=2'")
+
+
+MOST_SHARES = 4  # of what is hidden, for each of which a search is made
+CLOSE_SHARES = 1e-3
+P = TypeVar("P", bound=Decisions)
+
+
+def cheapest_with_hidden(search: Callable[[Seconds], P], objective: Seconds) -> P:
+    """The plan whose step takes least of those that are found, what is hidden of its gradients taken off.
+
+    What is hidden is no sum over operators and transfers, as searches minimise. But it is no more than what the
+    hardware hides of the shorter of the two, reducing gradients and the backward, and so of any mean of both.
+    So for each share from 0 to 1 the sums of ``objective.hiding(share)`` are bounds of what steps take: the least of
+    them is a bound of all plans. The largest of these bounds is given, and the plan that takes least of all that
+    were found, also as if nothing were hidden. That need not be the least of all, since a bucket begins when its
+    gradients are there and not with the backward; how far it may be from it is the gap.
+
+    As a function of the share the bound rises where the plan that it comes from reduces gradients in less time than its
+    backward takes, falls where in more, and has no second top. So the first share is 1, and mostly the last one: most
+    plans have the longer backward. Else 0 is the next, and then those where the sums of the two nearest plans meet.
+    """
+    hides, plan = objective.hardware.hides_gradients, search(objective)
+    found = [_taking_less(plan, Prices(plan, objective.hardware), 0.0)]
+    bounds: list[float | None] = []
+    lines: dict[bool, tuple[float, float]] = {}  # of the last plan of a bound that rises, or falls: at share 0, slope
+    share = 1.0
+    for _ in range(MOST_SHARES):
+        plan = search(objective.hiding(share))
+        prices = Prices(plan, objective.hardware)
+        hidden_s = hides * (share * prices.reducing_s + (1 - share) * prices.backward_s)
+        found.append(_taking_less(plan, prices, hidden_s))
+        bounds.append(plan.bound)
+        slope = hides * (prices.backward_s - prices.reducing_s)
+        lines[slope >= 0] = (plan.cost or 0.0) - slope * share, slope
+        if (slope >= 0) == (share == 1) and share in (0, 1):
+            break
+        before, share = share, _meeting(lines) if len(lines) > 1 else 0.0
+        if abs(share - before) < CLOSE_SHARES:
+            break
+    best = min(found, key=lambda one: one.cost or 0.0)
+    known = [bound for bound in bounds if bound is not None]
+    return replace(best, bound=min(max(known), best.cost or 0.0) if known else None)
+
+
+def _taking_less(plan: P, prices: Prices, counted_s: float) -> P:
+    """The plan with what a step takes, where a search has counted so much as hidden."""
+    return replace(plan, cost=(plan.cost or 0.0) + counted_s - prices.hidden_s)
+
+
+def _meeting(lines: Mapping[bool, tuple[float, float]]) -> float:
+    (rising, up), (falling, down) = lines[True], lines[False]
+    return min(1.0, max(0.0, (falling - rising) / (up - down)))

@@ -1,12 +1,14 @@
 """The plan: a layout for every value and a strategy for every operator, as one frozen value.
 
-A plan is its decisions (`decided/decisions.py`) as people and jobs meet them: printed as tables (`explain.py`), written
-to a file and read back for the same graph, taken over for that graph at other sizes.
+A plan is its `Decisions` as people and jobs meet them: printed as tables (`plan.text`), written to a file and read
+back for the same graph, applied to that graph at other sizes.
 """
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,42 +20,123 @@ from shardwright.common.whole_file import write_whole
 from shardwright.compiler.capture.ir import Capture
 from shardwright.compiler.mesh.layout import Layout, Split
 from shardwright.compiler.mesh.mesh import Axis, Link, Mesh
-from shardwright.compiler.plan.decided.decisions import Decisions
-from shardwright.compiler.plan.decided.difference import difference
-from shardwright.compiler.plan.decided.holding import Held, Memory
-from shardwright.compiler.plan.explain import explain
-from shardwright.compiler.plan.possible import refuse_impossible
+from shardwright.compiler.plan.decisions import Decisions
+from shardwright.compiler.plan.device_memory import DeviceMemory, MemoryModel
+from shardwright.compiler.plan.pricing.graph import RuledGraph
 from shardwright.compiler.plan.pricing.hardware import Hardware, read_hardware
-from shardwright.compiler.plan.pricing.optimizers import ADAMW, OptimizerStates
-from shardwright.compiler.plan.pricing.ruled import RuledGraph
-from shardwright.compiler.plan.why import Why
+from shardwright.compiler.plan.pricing.memory import ADAMW, OptimizerStates
+from shardwright.compiler.plan.request import PlanRequest
+from shardwright.compiler.plan.search.choices import Choice, Space
 from shardwright.compiler.rules.notation import Strategy
 from shardwright.errors import PlanError, UsageError
+
+_MOST_DEVICES = 1 << 24
+
+
+def refuse_impossible(plan: Decisions) -> None:
+    """Raise `PlanError` where a decision is lacking, is no one of this graph, or contradicts another."""
+    _refuse_numbers(plan)
+    _refuse_incomplete(plan)
+    for name, axes in _axes(plan):
+        _refuse_axes(plan, name, axes)
+    for name, layout in (*plan.leaves.items(), *plan.outputs.items()):
+        _refuse_layout(plan, name, layout)
+    _refuse_recomputed(plan)
+
+
+def _refuse_numbers(plan: Decisions) -> None:
+    """Refuse figures that none of the planner's can be: whatever goes through all devices would not end."""
+    if plan.mesh.size > _MOST_DEVICES or plan.mesh.size != plan.named.size:
+        sizes = " and ".join(str(mesh) for mesh in (plan.mesh, plan.named))
+        raise PlanError(f"the plan has the meshes {sizes[:200]}, which are not of the same devices; plan again")
+    figures = {"cost": plan.cost, "bound": plan.bound, "memory": plan.memory}
+    figures |= {"per_entry": plan.optimizer.per_entry, "per_parameter_bytes": plan.optimizer.per_parameter_bytes}
+    for name, figure in figures.items():
+        if figure is not None and not (math.isfinite(figure) and figure >= 0):
+            raise PlanError(f"{name} of the plan is {figure}, expected a number from 0 on; plan again")
+    for link in (axis.link for axis in (*plan.mesh.axes, *plan.named.axes)):
+        if link is not None and not (math.isfinite(link.latency_s) and 0 < link.bandwidth < math.inf):
+            raise PlanError(f"the mesh of the plan has a {link}, expected seconds and bytes per second; plan again")
+
+
+def _refuse_incomplete(plan: Decisions) -> None:
+    """Refuse a plan that lacks a decision of its graph, or has one of another."""
+    capture = plan.capture
+    decided: dict[str, tuple[Collection[str], Collection[str]]] = {
+        "strategies": (plan.strategies, {node.name for node in capture.nodes}),
+        "leaves": (plan.leaves, {value.name for value in capture.values.values() if value.kind != "result"}),
+        "outputs": (plan.outputs, {capture.loss, *capture.aux, *capture.mutations.values()}),
+        "values": ({*plan.again, *capture.values}, capture.values),
+    }
+    for kind, (found, needed) in decided.items():
+        if differing := sorted(set(found) ^ set(needed)):
+            raise PlanError(f"the {kind} of the plan lack or add {', '.join(differing[:5])}; plan again")
+    for node in capture.nodes:
+        rule, axes = plan.graph.rules[node.name], plan.strategies[node.name].axes
+        if len(axes) != len(rule.factors) or not {i for i, cut in enumerate(axes) if cut} <= set(rule.splittable):
+            raise PlanError(f"the plan was made with another rule of {node.op} than {rule}; plan again")
+
+
+def _axes(plan: Decisions) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield the axes of each decision, with what it is of."""
+    for name, layout in (*plan.leaves.items(), *plan.outputs.items()):
+        yield name, (*(axis for split in layout.dims for axis in split.axes), *layout.partial)
+    for name, strategy in plan.strategies.items():
+        yield name, (*(axis for axes in strategy.axes for axis in axes), *strategy.partial)
+
+
+def _refuse_axes(plan: Decisions, name: str, axes: tuple[str, ...]) -> None:
+    if unknown := sorted(set(axes) - set(plan.mesh.names)):
+        raise PlanError(f"the plan splits over {', '.join(unknown)}, which its mesh ({plan.mesh}) has not; plan again")
+    if len(set(axes)) < len(axes):
+        raise PlanError(f"the plan splits {name} over an axis more than once ({', '.join(axes)}); plan again")
+
+
+def _refuse_layout(plan: Decisions, name: str, layout: Layout) -> None:
+    shape = plan.capture.values[name].shape
+    if len(layout.dims) != len(shape):
+        raise PlanError(
+            f"the plan has {len(layout.dims)} dims of {name}, which has the shape {list(shape)}; plan again"
+        )
+    if any(split.unit < 1 or size % split.unit for split, size in zip(layout.dims, shape, strict=True)):
+        raise PlanError(f"the plan cuts {name} of the shape {list(shape)} into other units ({layout}); plan again")
+    if layout.partial and name in plan.leaves:
+        raise PlanError(f"the plan stores {name} as a sum over {', '.join(layout.partial)}; plan again")
+
+
+def _refuse_recomputed(plan: Decisions) -> None:
+    if len(plan.block_of) < sum(len(block.nodes) for block in plan.blocks):
+        raise PlanError("the plan computes modules again that lie in one another; plan again")
+    if without := sorted(plan.recomputed - {block.name for block in plan.blocks}):
+        raise PlanError(f"the plan computes {', '.join(without[:5])} again, of which nothing is kept; plan again")
+
 
 FORMAT = 1
 
 
 @dataclass(frozen=True)
 class Plan(Decisions):
-    """Who computes what; prints itself, goes to a file as JSON, and fits other sizes."""
+    """The decisions of a plan with their forms: tables, explanations, JSON, and the same plan for other sizes."""
 
     def __str__(self) -> str:
-        return explain(self)
+        from shardwright.compiler.plan.text import plan_text  # loaded where a plan is shown
+
+        return plan_text(self)
 
     @cached_property
-    def held(self) -> Held:
+    def held(self) -> DeviceMemory:
         """The bytes that each device holds, by kind."""
-        return self.holding.held(self, self.optimizer)
+        return self.memory_model.held(self, self.optimizer)
 
     @cached_property
-    def holding(self) -> Memory:
-        """What each device holds under these decisions, whichever modules are computed again."""
-        return Memory(self)
+    def memory_model(self) -> MemoryModel:
+        """The memory of each device under these decisions, whichever modules are recomputed."""
+        return MemoryModel(self)
 
-    _of_any_recomputed = (*Decisions._of_any_recomputed, "holding")
+    _of_any_recomputed = (*Decisions._of_any_recomputed, "memory_model")
 
     def explain(self, name: str, hardware: Hardware | str | None = None) -> str:
-        """What the plan does with a module, an operator or a parameter, what that costs, and why it is so.
+        """Explain what the plan does with a module, an operator or a parameter, what that costs, and why.
 
         Args:
             name: as ``model.named_modules()`` and ``model.named_parameters()`` have it, or of an operator, as
@@ -63,14 +146,18 @@ class Plan(Decisions):
         Raises:
             UsageError: where nothing has that name, with the names that are near.
         """
-        return Why(self, read_hardware(hardware or self.hardware or "cpu")).answer(name)
+        from shardwright.compiler.plan.explain import Explainer  # searches for alternatives, and loads the searches
+
+        return Explainer(self, read_hardware(hardware or self.hardware or "cpu")).answer(name)
 
     def diff(self, other: Plan) -> str:
-        """What another plan of the same graph does otherwise, equal layers once.
+        """Return the differences to another plan of the same graph, equal layers once.
 
         Raises:
             PlanError: where it is a plan of another graph.
         """
+        from shardwright.compiler.plan.text import difference
+
         _refuse_other_graph(_fingerprint(other.capture), _fingerprint(self.capture))
         return difference(self, other)
 
@@ -172,11 +259,32 @@ class Plan(Decisions):
             raise PlanError(f"{path}: {error}") from error
 
 
+def plan_of(space: Space, request: PlanRequest, choice: Choice) -> Plan:
+    """Return the plan of a choice of a space."""
+    return Plan(
+        space.graph,
+        space.mesh,
+        request.mesh,
+        request.mode,
+        request.searched or "none",
+        choice.strategies,
+        choice.leaves,
+        space.outputs,
+        choice.cost,
+        choice.bound,
+        request.optimizer,
+        request.memory,
+        choice.again,
+        hardware=request.hardware,
+        recomputed=choice.recomputed,
+    )
+
+
 _Axis = tuple[str, int] | tuple[str, int, float, float]
 
 
 @dataclass(frozen=True)
-class _Layout:
+class _LayoutInFile:
     """A layout in a file: of every dim the axes and the unit."""
 
     dims: tuple[tuple[tuple[str, ...], int], ...]
@@ -185,7 +293,7 @@ class _Layout:
 
 @dataclass(frozen=True)
 class _Graph:
-    """What a plan was made for; see `_fingerprint`."""
+    """The graph that a plan was made for; see `_fingerprint`."""
 
     values: list[str]
     operators: list[str]
@@ -193,7 +301,7 @@ class _Graph:
 
 @dataclass(frozen=True)
 class _Document:
-    """What `Plan.to_json` writes; plans of earlier releases lack what has a default."""
+    """The JSON that `Plan.to_json` writes; plans of earlier releases lack what has a default."""
 
     format: int
     mode: str
@@ -202,8 +310,8 @@ class _Document:
     named_mesh: tuple[_Axis, ...]
     graph: _Graph
     strategies: dict[str, Strategy]
-    leaves: dict[str, _Layout]
-    outputs: dict[str, _Layout]
+    leaves: dict[str, _LayoutInFile]
+    outputs: dict[str, _LayoutInFile]
     cost: float | None = None
     bound: float | None = None
     optimizer: OptimizerStates = ADAMW
@@ -225,7 +333,7 @@ def _read(text: str | bytes) -> _Document:
 
 
 def _fingerprint(capture: Capture) -> dict[str, list[str]]:
-    """What a plan depends on, in words that can be compared line by line."""
+    """Return the graph that a plan depends on, as lines that can be compared."""
     values = capture.values
     return {
         "values": [f"{v.kind} {v.name} {v.label} {list(v.shape)} {v.dtype}" for v in values.values()],
@@ -255,7 +363,7 @@ def _layout_to_json(layout: Layout) -> dict[str, Any]:
     return {"dims": [[list(dim.axes), dim.unit] for dim in layout.dims], "partial": list(layout.partial)}
 
 
-def _layout_from_json(layout: _Layout) -> Layout:
+def _layout_from_json(layout: _LayoutInFile) -> Layout:
     return Layout(tuple(Split(axes, unit) for axes, unit in layout.dims), layout.partial)
 
 

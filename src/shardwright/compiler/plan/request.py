@@ -1,4 +1,4 @@
-"""What a planner is asked: everything that decides a plan beside the graph, as one frozen value."""
+"""The request to the planner: everything that decides a plan besides the graph, as one frozen value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Literal
 from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.plan.pricing.hardware import Hardware, for_device
-from shardwright.compiler.plan.pricing.optimizers import ADAMW, OptimizerStates
+from shardwright.compiler.plan.pricing.memory import ADAMW, OptimizerStates
 from shardwright.compiler.plan.searches import MINDSPORE, MODES, SEARCHES, Mode, SearchName, mode_called
 from shardwright.errors import UsageError
 
@@ -22,7 +22,7 @@ Inputs = Literal["split", "whole"] | Mapping[str, Sequence[int]]
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """How a graph is to be planned. Pins, and where batch normalisation counts, are in the graph already.
+    """A request for a plan. Pins, and where batch normalisation counts, are in the graph already.
 
     Args:
         mesh: the devices; axes are split further where strategies need it.
@@ -77,7 +77,7 @@ class PlanRequest:
 
 
 def inputs_problem(inputs: object) -> str | None:
-    """Why these cannot be the inputs of a request, None where they can."""
+    """Return why these cannot be the inputs of a request, None where they can."""
     if isinstance(inputs, Mapping) or inputs in ("split", "whole"):
         return None
     return f"inputs is 'split', 'whole' or a mapping from input name to slices per dim, got {inputs!r}"

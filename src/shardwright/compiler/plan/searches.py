@@ -19,7 +19,7 @@ from shardwright.errors import UsageError
 if TYPE_CHECKING:
     from shardwright.compiler.plan.pricing.cost import Objective
     from shardwright.compiler.plan.pricing.hardware import Hardware
-    from shardwright.compiler.plan.pricing.optimizers import OptimizerStates
+    from shardwright.compiler.plan.pricing.memory import OptimizerStates
 
 MindSporeName = Literal["sharding_propagation", "recursive_programming", "dynamic_programming"]
 SearchName = Literal["propagation", "recursive", "exact", MindSporeName]
@@ -51,7 +51,7 @@ class Search:
 
 @dataclass(frozen=True)
 class ModeRow:
-    """How much the planner decides.
+    """A mode: how much the planner decides.
 
     Args:
         search: the usual search; None where nothing is searched, and every operator follows the split of the batch.
@@ -65,7 +65,7 @@ class ModeRow:
 
 
 def _uses_every_axis(strategy: Strategy, rule: OpRule, mesh: Mesh) -> bool:
-    """Whether no axis is left that some factor would admit."""
+    """Return whether no axis is left that some factor would admit."""
     for axis in set(mesh.names) - strategy.used:
         for i in rule.splittable:
             if rule.factors[i].size % mesh.extent([*strategy.axes[i], axis]) == 0:

@@ -1,24 +1,199 @@
-"""What a search may choose for a graph: meshes, strategies of operators, and layouts of the leaves that are free."""
+"""The choices of a search on one mesh: strategies of operators, layouts of free leaves, and what is given beforehand.
+
+A pin names numbers of slices, a strategy names axes. The factors of the operator, in the order in which its operands
+name them, take the leading free axes of the mesh whose sizes multiply to the number of slices: under
+``((2, 4), (4, 1))`` on eight devices, rows take the first atom and columns the other two, so that the parts of a row
+lie on neighbouring ranks.
+"""
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 
-from shardwright.compiler.capture.ir import Node, Value
-from shardwright.compiler.mesh.layout import Layout
+from shardwright.compiler.capture.ir import Capture, Node, Pin, Value
+from shardwright.compiler.mesh.layout import Layout, Split
 from shardwright.compiler.mesh.mesh import Mesh
-from shardwright.compiler.plan.boundary import fixed_leaves, output_layouts
-from shardwright.compiler.plan.pins import pinned_strategies
-from shardwright.compiler.plan.pricing.blocks import Block, Blocks
-from shardwright.compiler.plan.pricing.memory import local_bytes
-from shardwright.compiler.plan.pricing.meshes import cuts
-from shardwright.compiler.plan.pricing.ruled import RuledGraph
-from shardwright.compiler.plan.pricing.targets import targets_of
-from shardwright.compiler.plan.request import PlanRequest
+from shardwright.compiler.plan.pricing.graph import RuledGraph, targets_of
+from shardwright.compiler.plan.pricing.links import cuts
+from shardwright.compiler.plan.pricing.memory import Block, Blocks, local_bytes
+from shardwright.compiler.plan.request import Inputs, PlanRequest
+from shardwright.compiler.plan.search.choices import Space
 from shardwright.compiler.plan.searches import Search
-from shardwright.compiler.plan.searching.space import Space
-from shardwright.compiler.rules.notation import OpRule, Strategy
-from shardwright.errors import StrategyError
+from shardwright.compiler.rules.notation import Dims, OpRule, Strategy
+from shardwright.errors import StrategyError, UsageError
+
+
+def fixed_leaves(
+    capture: Capture, mesh: Mesh, inputs: Inputs, storage: Mapping[str, Layout], *, every_rank: bool
+) -> dict[str, Sequence[Layout]]:
+    """The leaves whose layout is given: inputs as asked for, buffers and constants replicated, stored parameters."""
+    found: dict[str, Sequence[Layout]] = {}
+    alone: dict[Layout, Sequence[Layout]] = {}  # equal ones are one object
+    for value in capture.values.values():
+        if value.kind in ("buffer", "constant"):
+            layout = Layout.replicated(len(value.shape))
+        elif value.kind == "input":
+            layout = _input_layout(value, capture, mesh, inputs, every_rank)
+        elif value.kind == "parameter" and value.name in storage:
+            layout = storage[value.name]
+        else:
+            continue
+        found[value.name] = alone.setdefault(layout, (layout,))
+    if isinstance(inputs, Mapping):
+        labels = [value.label for value in capture.of_kind("input")]
+        unknown = sorted(set(inputs) - set(labels))
+        if unknown:
+            raise UsageError(f"inputs names {unknown}, the batch has {labels}")
+    return found
+
+
+def _input_layout(value: Value, capture: Capture, mesh: Mesh, inputs: Inputs, every_rank: bool) -> Layout:
+    ndim = len(value.shape)
+    if isinstance(inputs, Mapping):
+        if value.label not in inputs:
+            return Layout.replicated(ndim)
+        return _layout_of_slices(value, tuple(inputs[value.label]), mesh)
+    if inputs == "split" and value.shape and value.shape[0] == _rows_of_batch(capture):
+        return Layout.split(ndim, {0: mesh.names if every_rank else _axes_for(value.shape[0], mesh)})
+    return Layout.replicated(ndim)
+
+
+def _rows_of_batch(capture: Capture) -> int:
+    """The number of rows of the global batch: the first dim of the first input that has one; 0 without any."""
+    return next((value.shape[0] for value in capture.of_kind("input") if value.shape), 0)
+
+
+def _axes_for(rows: int, mesh: Mesh) -> tuple[str, ...]:
+    """The leading axes over which every rank gets at least a row."""
+    axes: list[str] = []
+    for axis in mesh.names:
+        if mesh.extent([*axes, axis]) <= rows:
+            axes.append(axis)
+    return tuple(axes)
+
+
+def _layout_of_slices(value: Value, slices: tuple[int, ...], mesh: Mesh) -> Layout:
+    if len(slices) != len(value.shape):
+        raise UsageError(f"inputs[{value.label!r}] = {slices} needs one number per dim of {value.shape}")
+    free = list(mesh.names)
+    dims = []
+    for number in slices:
+        axes: list[str] = []
+        while mesh.extent(axes) < number and free:
+            axes.append(free.pop(0))
+        if mesh.extent(axes) != number:
+            raise UsageError(f"inputs[{value.label!r}] = {slices} does not fit the mesh {mesh}")
+        dims.append(Split(tuple(axes)))
+    return Layout(tuple(dims))
+
+
+def output_layouts(capture: Capture, mesh: Mesh, leaves: Mapping[str, Sequence[Layout]]) -> dict[str, Layout]:
+    """Return how values leave the program: loss and new buffers whole, of auxiliary outputs a rank's rows."""
+    rows = next((leaves[v.name][0].dims[0] for v in capture.of_kind("input") if v.shape), Split())
+    found = {capture.loss: Layout.replicated(0)} if capture.loss else {}
+    for name in capture.aux:
+        shape = capture.values[name].shape
+        by_rows = name in capture.returned and bool(shape) and shape[0] == _rows_of_batch(capture)
+        found[name] = Layout((rows if by_rows else Split(), *[Split()] * (len(shape) - 1)) if shape else ())
+    for name in capture.mutations.values():
+        found[name] = Layout.replicated(len(capture.values[name].shape))
+    return found
+
+
+def pinned_strategies(node: Node, rule: OpRule, mesh: Mesh) -> tuple[Strategy, ...]:
+    """The strategies of ``node`` that fulfil its pin: one, unless the pin leaves operands open.
+
+    Raises:
+        StrategyError: where none does; names the operator, the source line and the valid choices.
+    """
+    pin = node.pin
+    assert pin is not None
+    try:
+        slices = _slices_of_factors(pin, rule)
+        axes = _axes_of_factors(slices, rule, mesh)
+    except StrategyError as error:
+        raise StrategyError(
+            f"the strategy {_text(pin)} of {node.op} cannot be: {error}\n"
+            f"  operator {node.name} in {node.scope or 'the loss function'}, {node.source}\n"
+            f"  {pin}\n"
+            f"  rule: {rule}\n"
+            f"  valid on {mesh.size} devices: {_choices(rule, mesh)}"
+        ) from None
+    decided = {name: axes[name] for name in slices}
+    if all(strategy is not None for strategy in pin.operands):
+        return (rule.strategy(decided),)
+    positions = {factor.name: i for i, factor in enumerate(rule.factors)}
+    return tuple(
+        strategy
+        for strategy in rule.strategies(mesh, partial=False)
+        if all(strategy.axes[positions[name]] == cut for name, cut in decided.items())
+    )
+
+
+def _slices_of_factors(pin: Pin, rule: OpRule) -> dict[str, int]:
+    """Factor name -> slices, from every tensor that the pin speaks of."""
+    found: dict[str, int] = {}
+    allowed = {rule.factors[i].name for i in rule.splittable}
+    tensors = [*zip(pin.operands, rule.operands, strict=True), *zip(pin.results, rule.results, strict=True)]
+    for slices, dims in tensors:
+        if slices is None:
+            continue
+        if len(slices) != len(dims):
+            raise StrategyError(f"{slices} has {len(slices)} numbers for a tensor of {len(dims)} dims")
+        for at, (number, dim) in enumerate(zip(slices, dims, strict=True)):
+            name = dim[0] if dim else ""
+            if number > 1 and name not in allowed:
+                raise StrategyError(f"dim {at} of {slices} may not be split" + (f" (factor {name})" if name else ""))
+            if name and found.setdefault(name, number) != number:
+                raise StrategyError(f"factor {name} is cut into {found[name]} in one tensor and {number} in another")
+    return found
+
+
+def _axes_of_factors(slices: dict[str, int], rule: OpRule, mesh: Mesh) -> dict[str, tuple[str, ...]]:
+    needed = math.prod(slices.values())
+    if needed > mesh.size:
+        raise StrategyError(
+            f"it needs {' x '.join(map(str, slices.values()))} = {needed} devices, there are {mesh.size}"
+        )
+    free = list(mesh.names)
+    taken: dict[str, tuple[str, ...]] = {}
+    for name, number in slices.items():
+        if rule.sizes[name] % number:
+            raise StrategyError(f"a dim of {rule.sizes[name]} rows does not divide into {number} slices")
+        taken[name] = _leading_axes(free, number, mesh)
+        free = [axis for axis in free if axis not in taken[name]]
+    return taken
+
+
+def _leading_axes(free: Sequence[str], number: int, mesh: Mesh) -> tuple[str, ...]:
+    """The first of the shortest subsets of the free axes whose sizes multiply to ``number``."""
+    for count in range(len(free) + 1):
+        for axes in itertools.combinations(free, count):
+            if mesh.extent(axes) == number:
+                return axes
+    sizes = " x ".join(str(mesh.sizes[axis]) for axis in free) or "none"
+    raise StrategyError(f"{number} slices cannot be made of the free axes of the mesh ({sizes})")
+
+
+def _choices(rule: OpRule, mesh: Mesh, limit: int = 12) -> str:
+    """Strategies that would do, those that use most devices first."""
+    found = dict.fromkeys(
+        (-math.prod(mesh.sizes[a] for a in s.used), tuple(_slices(dims, rule, s, mesh) for dims in rule.operands))
+        for s in rule.strategies(mesh, partial=False)
+    )
+    texts = [str(operands) for _, operands in sorted(found)]
+    return ", ".join(texts[:limit]) + (f" and {len(texts) - limit} more" if len(texts) > limit else "")
+
+
+def _slices(dims: Dims, rule: OpRule, strategy: Strategy, mesh: Mesh) -> tuple[int, ...]:
+    axes = {factor.name: cut for factor, cut in zip(rule.factors, strategy.axes, strict=True)}
+    return tuple(mesh.extent(axes[dim[0]]) if dim else 1 for dim in dims)
+
+
+def _text(pin: Pin) -> str:
+    return f"{pin.operands}" + (f" -> {pin.results}" if any(r is not None for r in pin.results) else "")
 
 
 def space_of(graph: RuledGraph, mesh: Mesh, request: PlanRequest, row: Search) -> Space:
@@ -112,7 +287,7 @@ def meshes_for(graph: RuledGraph, request: PlanRequest, most_axes: int) -> tuple
 
 
 def _serves(mesh: Mesh, graph: RuledGraph) -> bool:
-    """Whether the mesh has the axes that pins need."""
+    """Return whether the mesh has the axes that pins need."""
     try:
         for node in graph.capture.nodes:
             if node.pin is not None:

@@ -1,1 +1,1 @@
-"""What people look at: tables, dumps, pages."""
+"""Reports for people: tables, dumps, pages."""

@@ -47,7 +47,7 @@ def strategies_text(plan: Plan, rank: int = 0) -> str:
     """
     captured = plan.capture
     numbers = {name: i for i, name in enumerate(captured.values)}
-    lines = [f"# {plan.mode}, search {plan.search}, mesh {plan.named}, {plan.mesh.size} devices"]
+    lines = [f"# {plan.mode}, search {plan.search}, mesh {plan.shown_mesh}, {plan.mesh.size} devices"]
     for value in captured.values.values():
         if value.kind != "result":
             slices = plan.leaves[value.name].slices(plan.mesh)
@@ -78,7 +78,7 @@ def _operator_line(plan: Plan, node: Node, numbers: dict[str, int], rank: int) -
 
 
 def execute_text(plan: Plan, program: LocalProgram) -> str:
-    """What a rank runs, one line per instruction with local shapes; below it what is communicated, and by whom.
+    """Return the program of a rank, one line per instruction with local shapes, each followed by its communication.
 
     An adjoint is what the backward does in place of the line above it; operators have autograd's.
     """

@@ -28,7 +28,7 @@ def validation_line(epoch: int, loss: float, metrics: Mapping[str, float]) -> st
 
 
 def start_line(micro_batches: Sequence[int], ranks: int, rates: Sequence[float], precision: str) -> str:
-    """What a run begins with, so that nobody need guess it: the samples of each batch of the first step, and the rates.
+    """Return the first line of a run: the samples of each batch of the first step, and the rates.
 
     >>> start_line([32, 32], 2, [0.1, 0.1], "bf16")
     'global batch: 64 samples (2 x 32) on 2 ranks, learning rate: 0.1, precision: bf16'

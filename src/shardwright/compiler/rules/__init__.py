@@ -1,1 +1,1 @@
-"""What each operator allows: one line of notation per operator."""
+"""The rules of operators: one line of notation per operator says how it may be split."""

@@ -1,16 +1,23 @@
-"""Rules of the operators that layers are made of: products, convolutions, normalisations, attention, embeddings."""
+"""Rules of layers and reductions: products, convolutions, normalisations, attention, embeddings, losses, random draws.
+
+Operators whose row says ``draws`` draw by global position, so that a mask does not depend on how the tensor is split.
+One that draws from the device's generator would differ from rank to rank: `refuse_drawing` refuses it.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 
+import torch
+
 from shardwright.compiler.rules.notation import Operand, OpRule, Shape, replicated_rule
-from shardwright.compiler.rules.operator import Operator, term
+from shardwright.compiler.rules.row import Operator, term
+from shardwright.errors import StrategyError
 
 
 def matmul(op: Operator) -> OpRule:
-    """matmul of operands with one dim and more."""
+    """Matmul of operands with one dim and more."""
     a, b = (len(shape) for shape in op.operands)
     batch = "* " if max(a, b) > 2 else ""
     left = "k+" if a == 1 else f"{batch}m k+"
@@ -65,7 +72,7 @@ def instance_norm(op: Operator) -> OpRule:
 
 
 def addmm(op: Operator) -> OpRule:
-    """bias + a @ b, batched or not; the bias broadcasts, and joins once where the sum over k is split."""
+    """Bias + a @ b, batched or not; the bias broadcasts, and joins once where the sum over k is split."""
     names = ["b", "m", "n"][-len(op.results[0]) :]
     result = op.results[0]
     bias = op.operands[0]
@@ -173,8 +180,10 @@ def pooling(spatial: int, *, linear: bool = False) -> Callable[[Operator], OpRul
 
 
 def fractional_pooling(spatial: int) -> Callable[[Operator], OpRule]:
-    """The rule of a fractional max pooling of images (n, c, spatial dims), or of one (c, spatial dims): its windows
-    come from random numbers (n, c, spatial), which are an operand."""
+    """The rule of a fractional max pooling of images (n, c, spatial dims), or of one (c, spatial dims).
+
+    Its windows come from random numbers (n, c, spatial), which are an operand.
+    """
 
     def write(op: Operator) -> OpRule:
         batched = len(op.operands[0]) == spatial + 2
@@ -219,3 +228,130 @@ def recurrent(op: Operator) -> OpRule:
     state = ". b ." if batched else ". ."
     rest = [state if len(shape) == 3 else term(["."] * len(shape)) for shape in op.operands[1:]]
     return op.bind(f"{', '.join([x, *rest])} -> {', '.join([x] + [state] * (len(op.results) - 1))}")
+
+
+Written = Callable[[Operator], OpRule]
+NONE, MEAN, SUM = 0, 1, 2  # the numbers that operators use for reduction="none", "mean", "sum"
+
+
+def reduced(mark: str, *, linear: bool = False, dims: str = "dim") -> Written:
+    """The rule of a reduction over the dims in the argument ``dims``, which carry ``mark``."""
+
+    def write(op: Operator) -> OpRule:
+        over = op.dims(dims) if dims in op.arguments else range(len(op.operands[0]))
+        keepdim = op.arguments.get("keepdim", False)
+        left = [f"d{i}{mark if i in over else ''}" for i in range(len(op.operands[0]))]
+        right = ["." if i in over else f"d{i}" for i in range(len(op.operands[0])) if keepdim or i not in over]
+        passes = linear and op.keeps_sums
+        results = ", ".join([term(right, linear=passes)] * len(op.results))
+        return op.bind(f"{term(left, linear=passes)} -> {results}")
+
+    return write
+
+
+def along(dim: str = "dim", *, linear: bool = False) -> Written:
+    """The rule of an operator that keeps the shape and needs the dim in the argument ``dim`` whole (softmax, sort)."""
+
+    def write(op: Operator) -> OpRule:
+        whole = op.dims(dim)
+        dims = term(
+            (f"d{i}^" if i in whole else f"d{i}" for i in range(len(op.operands[0]))), linear=linear and op.keeps_sums
+        )
+        return op.bind(f"{dims} -> {', '.join([dims] * len(op.results))}")
+
+    return write
+
+
+def resized(*names: str, linear: bool = False) -> Written:
+    """The rule of an operator that changes the sizes of the dims in the arguments ``names`` (sort of the first k)."""
+
+    def write(op: Operator) -> OpRule:
+        changed = {dim for name in names for dim in op.dims(name)}
+        dims = term(("." if i in changed else f"d{i}" for i in range(len(op.operands[0]))), linear=linear)
+        return op.bind(f"{dims} -> {', '.join([dims] * len(op.results))}")
+
+    return write
+
+
+def counted(op: Operator) -> OpRule:
+    """histc(x, bins, min, max): counts are sums over the elements, where the bins do not depend on these."""
+    mark = "+" if op["min"] < op["max"] else "^"
+    return op.bind(f"*{mark} -> .")
+
+
+def pointwise_loss(op: Operator) -> OpRule:
+    """A loss of every element, summed or not. A mean over a local count would be wrong: whole."""
+    mark = {NONE: "", SUM: "+", MEAN: "^"}[op["reduction"]]
+    operands = ", ".join([f"*{mark}"] * len(op.operands))
+    return op.bind(f"{operands} -> {'*' if op['reduction'] == NONE else ''}")
+
+
+def cross_entropy_loss(op: Operator) -> OpRule:
+    """Cross entropy of logits (c) or (n, c, \\*) with class indices (n, \\*) or with probabilities like the logits."""
+    mark = "^" if op["reduction"] == MEAN else "+"
+    n = f"n{mark} " if len(op.operands[0]) > 1 else ""
+    indices = f"{n}*{mark}"
+    target = f"{n}c^ *{mark}" if op.operands[0] == op.operands[1] else indices
+    return op.bind(f"{n}c^ *{mark}, {target}, c^ -> {indices if op['reduction'] == NONE else ''}")
+
+
+def nll_loss(op: Operator) -> OpRule:
+    """The sum of the chosen log-probabilities (n, c, \\*), and the sum of the weights of their classes."""
+    mark = "^" if op["reduction"] == MEAN else "+"
+    n = f"n{mark} " if len(op.operands[0]) > 1 else ""
+    losses = f"{n}*{mark}" if op["reduction"] == NONE else ""
+    return op.bind(f"{n}c^ *{mark}, {n}*{mark}, c^ -> {losses}" + ", " * (len(op.results) - 1))
+
+
+def cross_entropy_sum(op: Operator) -> OpRule:
+    """The summed cross entropy of logits (n, c, \\*), with the weights of the classes behind the target, if any.
+
+    The classes may be split where the target holds indices of them, nothing weighs them, and nothing is smoothed.
+    """
+    logits, target = op.operands[:2]
+    weights, smoothing = op.operands[2:], op.args[4] if len(op.args) > 4 else 0.0
+    if logits == target or weights or smoothing:
+        targets = "n+ c^ *+" if logits == target else "n+ *+"
+        return op.bind(f"n+ c^ *+, {targets}{', c^' * len(weights)} -> ")
+    return op.bind("n+ c& *+, n+ *+ -> ")
+
+
+def cross_entropy_count(op: Operator) -> OpRule:
+    """The summed weights of the classes of a target (n, \\*)."""
+    return op.bind(f"*+{', c^' * (len(op.operands) - 1)} -> ")
+
+
+def draws(op: str) -> bool:
+    """Return whether torch says of an operator that it draws random numbers."""
+    operator: object = torch.ops
+    for part in op.split("."):
+        operator = getattr(operator, part, None)
+    return torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())
+
+
+def refuse_drawing(op: str, where: str = "") -> None:
+    """Refuse an operator, of which no row says that it draws, where torch says that it does.
+
+    ``where`` is the user's line, where there is one.
+
+    Raises:
+        StrategyError: where ``op`` is such an operator.
+    """
+    if draws(op):
+        raise StrategyError(
+            f"{op} draws random numbers from each device's own generator, so that ranks would disagree"
+            f"{', at ' * bool(where)}{where}\n"
+            "Draw them outside of the loss function and pass them in with the batch, or by one of torch's operators "
+            "that are drawn by global position, such as torch.rand, randn, randint, bernoulli, multinomial or poisson."
+        )
+
+
+def normal(op: Operator) -> OpRule:
+    """normal(mean, std): of tensors that broadcast, or of a tensor and a number; or normal(mean, std, size)."""
+    return op.bind(f"{', '.join(['*'] * len(op.operands))} -> *")
+
+
+def multinomial(op: Operator) -> OpRule:
+    """Choices among the last dim of the weights, which are independent of each other with replacement."""
+    rows = "b " if len(op.operands[0]) == 2 else ""
+    return op.bind(f"{rows}c^ -> {rows}{'s' if op['replacement'] else '.'}")

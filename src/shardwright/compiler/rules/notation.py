@@ -137,11 +137,11 @@ class OpRule:
         return tuple(tuple(at for at in range(len(self.factors)) if at not in of) for of in held)
 
     def operand_layout(self, index: int, strategy: Strategy) -> Layout:
-        """How operand ``index`` must be laid out for the operator to run on local parts."""
+        """Return the layout that operand ``index`` must have for the operator to run on local parts."""
         return _layout(self._of_operands[index], strategy, strategy.partial if index in self.linear_operands else ())
 
     def result_layout(self, index: int, strategy: Strategy, mesh: Mesh) -> Layout:
-        """How result ``index`` is laid out when every operand is laid out as `operand_layout` says."""
+        """Return the layout of result ``index`` when every operand is laid out as `operand_layout` says."""
         partial = [*strategy.partial] if index in self.linear_results else []
         for at in self._summed_for[index]:
             partial += strategy.axes[at]

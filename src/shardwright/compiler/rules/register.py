@@ -1,15 +1,64 @@
-"""Rules that users give to operators of their own: those that `torch.library` knows and the table does not."""
+"""Rules that users register for their own operators, and the names of `torch.autograd.Function` classes in graphs.
+
+A function's name leads back to its class in any process that has imported what defines it: ``autograd.net:Clip.apply``
+is ``Clip.apply`` of the module ``net``. Dots within the names of module and class are slashes there, so that the names
+of all operators have three parts.
+"""
 
 from __future__ import annotations
+
+import sys
+from functools import reduce
+from typing import Any
 
 import torch
 
 from shardwright.common import signatures
-from shardwright.compiler.rules import functions, random
+from shardwright.compiler.rules.layers import refuse_drawing
 from shardwright.compiler.rules.notation import Pattern, parse
 from shardwright.compiler.rules.row import Row
 from shardwright.compiler.rules.table import REGISTERED, TABLE, key_of
-from shardwright.errors import StrategyError, UsageError
+from shardwright.errors import CaptureError, StrategyError, UsageError
+
+_NAMESPACE, _OVERLOAD = "autograd", "apply"
+
+
+def name_of(function: type[torch.autograd.Function]) -> str:
+    """The name of a function in graphs, and in the table of rules: ``autograd.package/net:Clip.apply``."""
+    where = f"{function.__module__}:{function.__qualname__}".replace(".", "/")
+    return f"{_NAMESPACE}.{where}.{_OVERLOAD}"
+
+
+def is_function(op: str) -> bool:
+    """Return whether an operator of a graph is such a function."""
+    return op.startswith(f"{_NAMESPACE}.")
+
+
+def called(op: str) -> str:
+    """A function by the name that its user knows: ``Clip``."""
+    return _path(op)[1]
+
+
+def function_of(op: str) -> type[torch.autograd.Function]:
+    """The class that a name stands for in this process.
+
+    Raises:
+        CaptureError: where the module is not imported here, or has no such class.
+    """
+    module, path = _path(op)
+    found: Any = reduce(lambda of, name: getattr(of, name, None), path.split("."), sys.modules.get(module))
+    if not isinstance(found, type) or not issubclass(found, torch.autograd.Function):
+        raise CaptureError(
+            f"{module} has no torch.autograd.Function of the name {path}, which the captured graph calls\n"
+            "Define it at the top level of a module that every rank imports."
+        )
+    return found
+
+
+def _path(op: str) -> tuple[str, str]:
+    """The module, and the class within it."""
+    module, _, path = op.removeprefix(f"{_NAMESPACE}.").removesuffix(f".{_OVERLOAD}").replace("/", ".").partition(":")
+    return module, path
 
 
 def register_rule(op: str | type, rule: str) -> None:
@@ -56,8 +105,8 @@ def registered_rules() -> dict[str, str]:
 def _overloads(op: str | type) -> tuple[str, ...]:
     """The full names of the operators that a user means, ``mylib.scale.default``."""
     if isinstance(op, type) and issubclass(op, torch.autograd.Function):
-        functions.function_of(functions.name_of(op))  # every rank must find the class by its name
-        return (functions.name_of(op),)
+        function_of(name_of(op))  # every rank must find the class by its name
+        return (name_of(op),)
     name = op.replace("::", ".", 1) if isinstance(op, str) else ""
     if name.count(".") not in (1, 2):
         raise UsageError(
@@ -79,7 +128,7 @@ def _refuse_known(name: str, rule: str) -> None:
         raise UsageError(f"{name} has a rule already, of Shardwright's own; give one to operators that have none")
     if known is not None and known.rule != rule:
         raise UsageError(f"{name} has the rule {known.rule!r} already, got {rule!r}")
-    random.refuse_drawing(name)
+    refuse_drawing(name)
 
 
 def _refuse_misfit(name: str, rule: str) -> None:

@@ -1,16 +1,136 @@
-"""What the table says about an operator: one row, one column for each fact, with a default that is safe."""
+"""Facts about one operator: its arguments, its flops, its collectives, and the row of the table that holds them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import cached_property
+from typing import Any, Literal
 
+from shardwright.common.signatures import schema_parameters
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.mesh.redistribute import Collective
-from shardwright.compiler.rules import work
-from shardwright.compiler.rules.notation import OpRule
-from shardwright.compiler.rules.operator import Operator
+from shardwright.compiler.rules.notation import Operand, OpRule, Shape, parse
+
+
+def named_arguments(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Every argument of an operator by the name that its schema gives it, defaults included."""
+    parameters = schema_parameters(op)
+    named = {parameter.name: parameter.default for parameter in parameters}
+    return {**named, **{p.name: arg for p, arg in zip(parameters, args, strict=False)}, **kwargs}
+
+
+def chosen_dims(given: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
+    """Return dims of a tensor with ``ndim`` of them, counted from the front; None and [] are all.
+
+    A tensor without dims has none to choose: torch takes 0 and -1 for its one element.
+    """
+    chosen = [given] if isinstance(given, int) else given
+    return tuple(int(dim) % ndim for dim in chosen) if chosen and ndim else tuple(range(ndim))
+
+
+@dataclass(frozen=True)
+class Operator:
+    """An operator as a rule sees it: its name, its arguments by name, and the shapes of its tensors."""
+
+    op: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    operands: tuple[Shape, ...]
+    results: tuple[Shape, ...]
+
+    @cached_property
+    def arguments(self) -> Mapping[str, Any]:
+        """Every argument by its name in the operator's schema, defaults included."""
+        return named_arguments(self.op, self.args, self.kwargs)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
+
+    def dim(self, name: str = "dim") -> int:
+        """The argument ``name``, a dim of the first operand, counted from the front."""
+        return int(self[name]) % max(len(self.operands[0]), 1)
+
+    def dims(self, name: str = "dim") -> tuple[int, ...]:
+        """The argument ``name``, some dims of the first operand, counted from the front; None and [] are all."""
+        return chosen_dims(self[name], len(self.operands[0]))
+
+    @property
+    def keeps_sums(self) -> bool:
+        """Whether a conversion to the argument ``dtype`` leaves partial sums what they are: integers truncate them."""
+        dtype = self.arguments.get("dtype")
+        return dtype is None or bool(dtype.is_floating_point or dtype.is_complex)
+
+    def bind(self, text: str, **sizes: int) -> OpRule:
+        """The rule of this operator by one line of notation.
+
+        The operands of the line are the tensor parameters of the operator's schema, in order; those that are None or
+        a number here have no operand, and drop out.
+        """
+        left, _, right = text.partition("->")
+        terms = left.split(",")
+        if len(terms) > len(self.operands):
+            tensors = [p.name for p in schema_parameters(self.op) if p.is_tensor]
+            named = zip(tensors, terms, strict=False)
+            placed = {arg.index: term for name, term in named if isinstance(arg := self[name], Operand)}
+            text = f"{','.join(placed[index] for index in sorted(placed))}->{right}"
+        return parse(text).bind(self.operands, self.results, sizes)
+
+
+def term(dims: Iterable[str], *, linear: bool = False) -> str:
+    """A tensor in notation. One without dims is written ``*^``, as many dims as there are: none."""
+    return ("~ " if linear else "") + (" ".join(dims) or "*^")
+
+
+def one_per_element(op: Operator) -> int:
+    """One for each element of the largest operand or result."""
+    return max((math.prod(shape) for shape in (*op.operands, *op.results)), default=0)
+
+
+def none(op: Operator) -> int:
+    """Nothing is computed: a lookup."""
+    return 0
+
+
+def product(op: Operator) -> int:
+    """Matmul and bmm: two operations for each element of the result and each term of its sum."""
+    return 2 * math.prod(op.results[0]) * op.operands[0][-1]
+
+
+def product_with_bias(op: Operator) -> int:
+    """addmm, baddbmm: the bias comes first."""
+    return 2 * math.prod(op.results[0]) * op.operands[1][-1]
+
+
+def convolution(op: Operator) -> int:
+    """Every element of the result sums over a kernel of ``in_channels / groups`` channels."""
+    return 2 * math.prod(op.results[0]) * math.prod(op.operands[1][1:])
+
+
+def transposed_convolution(op: Operator) -> int:
+    """Every element of the input is spread over a kernel of ``out_channels / groups`` channels."""
+    return 2 * math.prod(op.operands[0]) * math.prod(op.operands[1][1:])
+
+
+def attention(op: Operator) -> int:
+    """Scores and their product with the values; half of it where the mask is causal; the softmax is small beside it."""
+    query, key, value = op.operands[:3]
+    *heads, rows, width = query
+    whole = 2 * math.prod(heads) * rows * key[-2] * (width + value[-1])
+    return whole // 2 if op["is_causal"] else whole
+
+
+def recurrent(op: Operator) -> int:
+    """Every weight matrix multiplies every step of every sequence."""
+    steps = math.prod(op.operands[0][:-1])
+    return 2 * steps * sum(math.prod(shape) for shape in op.operands[1:] if len(shape) == 2)
+
+
+def looked_up(operands_bytes: Sequence[int], results_bytes: Sequence[int]) -> int:
+    """The bytes that a lookup moves: it reads its indices and the rows that it is asked for, not the table."""
+    return operands_bytes[1] + 2 * results_bytes[0]
+
 
 Rule = str | Callable[[Operator], OpRule]
 Directions = tuple[tuple[Collective, ...], tuple[Collective, ...]]  # forward and backward
@@ -19,7 +139,7 @@ Inside = Callable[[Mesh, tuple[str, ...], tuple[int, ...], int], Directions]
 
 
 @dataclass(frozen=True)
-class Beside:
+class InternalTensor:
     """A tensor that an operator makes inside itself and keeps for its backward.
 
     It has the shape of an operand or of a result, ``times`` as many elements; ``itemsize`` is the bytes of each, None
@@ -34,7 +154,7 @@ class Beside:
 
 @dataclass(frozen=True)
 class Saved:
-    """What an operator keeps for its backward: operands and results by position, None being all of them.
+    """The tensors that an operator saves for its backward: operands and results by position, None being all of them.
 
     Tensors that are small beside these, such as the statistics of a normalisation, are left out. The operands that are
     ``factors`` of others are kept for the gradients of those alone, as a product keeps them.
@@ -42,7 +162,7 @@ class Saved:
 
     operands: tuple[int, ...] | None = ()
     results: tuple[int, ...] | None = ()
-    beside: tuple[Beside, ...] = ()
+    internal: tuple[InternalTensor, ...] = ()
     factors: tuple[int, ...] = ()
 
     def within(self, operator: Operator) -> Saved:
@@ -53,7 +173,7 @@ class Saved:
 
         operands, results = len(operator.operands), len(operator.results)
         kept = chosen(self.operands, operands), chosen(self.results, results)
-        return Saved(*kept, self.beside, chosen(self.factors, operands))
+        return Saved(*kept, self.internal, chosen(self.factors, operands))
 
     def where(self, gradients: Sequence[bool]) -> Saved:
         """The same where only some of the operands have a gradient."""
@@ -94,7 +214,7 @@ class Row:
 
     rule: Rule | None = None
     saves: Saved | Callable[[Operator], Saved] | None = None
-    flops: Callable[[Operator], int] = work.one_per_element
+    flops: Callable[[Operator], int] = one_per_element
     traffic: Callable[[Sequence[int], Sequence[int]], int] | None = None
     view: bool = False
     differentiable: int | None = None
@@ -107,9 +227,34 @@ class Row:
     broadcasts: bool = False
 
     def saved(self, operator: Operator) -> Saved:
-        """What one operator keeps for its backward, by position among its operands and results."""
+        """Return what one operator saves for its backward, by position among its operands and results."""
         if self.saves is None:
             saves = NOTHING if self.view else EVERYTHING
         else:
             saves = self.saves if isinstance(self.saves, Saved) else self.saves(operator)
         return saves.within(operator)
+
+
+def batch_statistics(mesh: Mesh, axes: tuple[str, ...], local: Sequence[int], itemsize: int) -> Directions:
+    """Forward, every rank gathers the mean and the summed squared deviations; backward, two sums are reduced."""
+    statistics_bytes = _of_channels(local, itemsize)
+    gathered = Collective("all_gather", axes, statistics_bytes * mesh.extent(axes))
+    return (gathered,), (Collective("all_reduce", axes, statistics_bytes),)
+
+
+def running_statistics(mesh: Mesh, axes: tuple[str, ...], local: Sequence[int], itemsize: int) -> Directions:
+    """The running mean and variance are averaged over the ranks; the normalisation itself needs no other part."""
+    return (Collective("all_reduce", axes, _of_channels(local, itemsize)),), ()
+
+
+def class_statistics(mesh: Mesh, axes: tuple[str, ...], local: Sequence[int], itemsize: int) -> Directions:
+    """Every rank merges two statistics of a share of the samples, and gathers one of all and the sum of each share."""
+    ranks, samples = mesh.extent(axes), local[0] * math.prod(local[2:])
+    share = max(1, math.ceil(samples / ranks))
+    exchanged = Collective("all_to_all", axes, 2 * share * max(itemsize, 4) * ranks)
+    return (exchanged, Collective("all_gather", axes, (share + 1) * max(itemsize, 4) * ranks)), ()
+
+
+def _of_channels(local: Sequence[int], itemsize: int) -> int:
+    """The bytes of two statistics of every channel."""
+    return 2 * local[1] * max(itemsize, 4)

@@ -16,17 +16,18 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from shardwright.compiler.mesh.mesh import Mesh
-from shardwright.compiler.rules import indexing, inside, layers, random, reductions, views, work
+from shardwright.compiler.rules import layers, views
+from shardwright.compiler.rules import row as facts
 from shardwright.compiler.rules.notation import Operand, OpRule, Shape, Strategy, replicated_rule
-from shardwright.compiler.rules.operator import Operator
 from shardwright.compiler.rules.row import (
     EVERYTHING,
     FACTORS,
     NOTHING,
     OPERANDS,
     RESULTS,
-    Beside,
     Directions,
+    InternalTensor,
+    Operator,
     Row,
     Saved,
 )
@@ -93,9 +94,9 @@ def _operands(*positions: int) -> Saved:
     return Saved(operands=positions)
 
 
-_whole = reductions.reduced("^")  # a reduction whose dims stay whole
-_SLOPES = Saved((0,), (), (Beside("result", 0),))  # by what each element was multiplied
-_POOLED = Saved((0,), (), (Beside("result", 0, itemsize=8),))  # where the largest element of each window stands
+_whole = layers.reduced("^")  # a reduction whose dims stay whole
+_SLOPES = Saved((0,), (), (InternalTensor("result", 0),))  # by what each element was multiplied
+_POOLED = Saved((0,), (), (InternalTensor("result", 0, itemsize=8),))  # where the largest element of each window stands
 
 
 # Operators and their row: those of ATen by their names without "aten.", others with their namespace and "::".
@@ -105,7 +106,7 @@ _ROWS: tuple[tuple[str, Row], ...] = (
     ("relu6 gelu silu mish elu selu celu leaky_relu hardtanh hardswish hardsigmoid", Row("* -> *", OPERANDS)),
     ("softplus softshrink hardshrink threshold log log2 log10 log1p square abs", Row("* -> *", OPERANDS)),
     ("sin cos asin acos atan sinh cosh erf erfc erfinv nan_to_num", Row("* -> *", OPERANDS)),
-    ("log_sigmoid", Row("* -> *", Saved((0,), (), (Beside("operand", 0),)))),
+    ("log_sigmoid", Row("* -> *", Saved((0,), (), (InternalTensor("operand", 0),)))),
     ("sgn", Row("* -> *")),
     ("sign floor ceil round trunc frac isnan isinf isfinite logical_not bitwise_not", Row("* -> *", NOTHING)),
     ("rsub.Scalar", Row("* -> *", NOTHING)),
@@ -158,73 +159,73 @@ _ROWS: tuple[tuple[str, Row], ...] = (
     ("new_zeros new_ones new_full", Row(views.like_shape, NOTHING, differentiable=0)),
     # random
     ("native_dropout", Row("~ * -> ~ *, *", Saved(results=(1,)), differentiable=1, draws=True)),
-    ("dropout", Row("~ * -> ~ *", Saved(beside=(Beside("result", 0, itemsize=1),)), draws=True)),
+    ("dropout", Row("~ * -> ~ *", Saved(internal=(InternalTensor("result", 0, itemsize=1),)), draws=True)),
     ("rand.default randn.default randint.default randint.low", Row("-> *", NOTHING, draws=True)),
     ("randperm", Row("-> i^", NOTHING, draws=True)),
     ("rand_like randn_like", Row("* -> *", NOTHING, differentiable=0, draws=True)),
     ("randint_like", Row("*, * -> *", NOTHING, differentiable=0, draws=True)),
     ("bernoulli", Row("*, * -> *", NOTHING, draws=True)),
-    ("normal", Row(random.normal, NOTHING, draws=True)),
+    ("normal", Row(layers.normal, NOTHING, draws=True)),
     ("uniform normal_functional exponential cauchy log_normal geometric random", Row("* -> *", NOTHING, draws=True)),
     ("poisson", Row("* -> *", NOTHING, draws=True)),
-    ("multinomial", Row(random.multinomial, NOTHING, draws=True)),
+    ("multinomial", Row(layers.multinomial, NOTHING, draws=True)),
     ("rrelu", Row("* -> *", _SLOPES, draws=True)),
     ("rrelu_with_noise_functional", Row("*, * -> *, *", OPERANDS, differentiable=1, draws=True)),
     # products
-    ("matmul", Row(layers.matmul, FACTORS, work.product)),
-    ("mm", Row("~ m k+, k+ n -> ~ m n", FACTORS, work.product)),
-    ("bmm", Row("~ b m k+, b k+ n -> ~ b m n", FACTORS, work.product)),
-    ("mv", Row("~ m k+, k+ -> ~ m", FACTORS, work.product)),
-    ("dot", Row("~ k+, k+ -> ~", FACTORS, work.product)),
-    ("addmm baddbmm", Row(layers.addmm, Saved((1, 2), factors=(1, 2)), work.product_with_bias)),
+    ("matmul", Row(layers.matmul, FACTORS, facts.product)),
+    ("mm", Row("~ m k+, k+ n -> ~ m n", FACTORS, facts.product)),
+    ("bmm", Row("~ b m k+, b k+ n -> ~ b m n", FACTORS, facts.product)),
+    ("mv", Row("~ m k+, k+ -> ~ m", FACTORS, facts.product)),
+    ("dot", Row("~ k+, k+ -> ~", FACTORS, facts.product)),
+    ("addmm baddbmm", Row(layers.addmm, Saved((1, 2), factors=(1, 2)), facts.product_with_bias)),
     ("outer", Row("~ i, j -> ~ i j", FACTORS)),
     ("einsum", Row(layers.einsum, OPERANDS)),
     ("bilinear", Row("* i^, * j^, n i^ j^, n -> * n")),
     ("cosine_similarity", Row(layers.cosine_similarity)),
     (
         "shardwright.grouped_mm transformers::grouped_mm_fallback",
-        Row("~ s k+, . k+ n, . -> ~ s n", _operands(0, 1), work.product),
+        Row("~ s k+, . k+ n, . -> ~ s n", _operands(0, 1), facts.product),
     ),
-    ("linear", Row("~ * k+, n k+, ! n -> ~ * n", FACTORS, work.product)),
-    ("conv1d conv2d conv3d convolution", Row(layers.convolution(), _operands(0, 1), work.convolution)),
+    ("linear", Row("~ * k+, n k+, ! n -> ~ * n", FACTORS, facts.product)),
+    ("conv1d conv2d conv3d convolution", Row(layers.convolution(), _operands(0, 1), facts.convolution)),
     (
         "conv_transpose1d conv_transpose2d conv_transpose3d",
-        Row(layers.convolution(transposed=True), _operands(0, 1), work.transposed_convolution),
+        Row(layers.convolution(transposed=True), _operands(0, 1), facts.transposed_convolution),
     ),
     # reductions, scans, losses
-    ("sum mean", Row(reductions.reduced("+", linear=True), NOTHING)),
+    ("sum mean", Row(layers.reduced("+", linear=True), NOTHING)),
     ("any all argmax argmin", Row(_whole, NOTHING)),
     ("amax amin max min prod std logsumexp", Row(_whole)),
     ("max.dim min.dim", Row(_whole, Saved(results=(1,)))),
     ("var var_mean", Row(_whole, OPERANDS)),
     ("std_mean", Row(_whole, Saved((0,), (0,)))),
     ("linalg_vector_norm norm", Row(_whole)),
-    ("softmax log_softmax _softmax _log_softmax", Row(reductions.along(), RESULTS)),
-    ("histc", Row(reductions.counted, NOTHING, differentiable=0)),
-    ("sort", Row(reductions.along(), Saved(results=(1,)))),
-    ("argsort", Row(reductions.along(), NOTHING)),
-    ("cumprod", Row(reductions.along())),
-    ("cumsum", Row(reductions.along(linear=True), NOTHING)),
-    ("topk", Row(reductions.resized("dim"), Saved(results=(1,)))),
-    ("glu", Row(reductions.resized("dim"), OPERANDS)),
-    ("_fft_c2c _fft_c2r", Row(reductions.resized("dim"), NOTHING)),
-    ("_fft_r2c", Row(reductions.resized("dim"), OPERANDS)),
-    ("mse_loss smooth_l1_loss huber_loss soft_margin_loss kl_div", Row(reductions.pointwise_loss, OPERANDS)),
-    ("binary_cross_entropy binary_cross_entropy_with_logits", Row(reductions.pointwise_loss, OPERANDS)),
-    ("l1_loss", Row(reductions.pointwise_loss, Saved(beside=(Beside("operand", 0),)))),
-    ("cross_entropy_loss", Row(reductions.cross_entropy_loss, Saved((1, 2), (), (Beside("operand", 0),)))),
-    ("nll_loss nll_loss_nd nll_loss2d", Row(reductions.nll_loss, OPERANDS)),
-    ("nll_loss_forward nll_loss2d_forward", Row(reductions.nll_loss, Saved(None, (1,)), differentiable=1)),
+    ("softmax log_softmax _softmax _log_softmax", Row(layers.along(), RESULTS)),
+    ("histc", Row(layers.counted, NOTHING, differentiable=0)),
+    ("sort", Row(layers.along(), Saved(results=(1,)))),
+    ("argsort", Row(layers.along(), NOTHING)),
+    ("cumprod", Row(layers.along())),
+    ("cumsum", Row(layers.along(linear=True), NOTHING)),
+    ("topk", Row(layers.resized("dim"), Saved(results=(1,)))),
+    ("glu", Row(layers.resized("dim"), OPERANDS)),
+    ("_fft_c2c _fft_c2r", Row(layers.resized("dim"), NOTHING)),
+    ("_fft_r2c", Row(layers.resized("dim"), OPERANDS)),
+    ("mse_loss smooth_l1_loss huber_loss soft_margin_loss kl_div", Row(layers.pointwise_loss, OPERANDS)),
+    ("binary_cross_entropy binary_cross_entropy_with_logits", Row(layers.pointwise_loss, OPERANDS)),
+    ("l1_loss", Row(layers.pointwise_loss, Saved(internal=(InternalTensor("operand", 0),)))),
+    ("cross_entropy_loss", Row(layers.cross_entropy_loss, Saved((1, 2), (), (InternalTensor("operand", 0),)))),
+    ("nll_loss nll_loss_nd nll_loss2d", Row(layers.nll_loss, OPERANDS)),
+    ("nll_loss_forward nll_loss2d_forward", Row(layers.nll_loss, Saved(None, (1,)), differentiable=1)),
     (
         "shardwright.cross_entropy_sum",
         Row(
-            reductions.cross_entropy_sum,
-            Saved((1, 2), (), (Beside("operand", 0),)),
-            inside=inside.class_statistics,
+            layers.cross_entropy_sum,
+            Saved((1, 2), (), (InternalTensor("operand", 0),)),
+            inside=facts.class_statistics,
         ),
     ),
     ("shardwright.ctc_losses", Row("t^ b c^, b s^, b, b -> b")),
-    ("shardwright.cross_entropy_count", Row(reductions.cross_entropy_count, NOTHING)),
+    ("shardwright.cross_entropy_count", Row(layers.cross_entropy_count, NOTHING)),
     # layers
     ("layer_norm rms_norm", Row(layers.layer_norm, OPERANDS)),
     ("native_layer_norm", Row(layers.layer_norm, Saved(None, (1, 2)), differentiable=1)),
@@ -233,21 +234,21 @@ _ROWS: tuple[tuple[str, Row], ...] = (
     ("group_norm", Row(layers.group_norm, _operands(0, 1))),
     ("native_group_norm", Row(layers.group_norm, Saved((0, 1), (1, 2)))),
     ("instance_norm", Row(layers.instance_norm)),
-    ("batch_norm", Row(layers.batch_norm, OPERANDS, inside=inside.batch_statistics)),
+    ("batch_norm", Row(layers.batch_norm, OPERANDS, inside=facts.batch_statistics)),
     (
         "_native_batch_norm_legit _native_batch_norm_legit_functional",
-        Row(layers.batch_norm, Saved(None, (1, 2)), differentiable=1, inside=inside.batch_statistics),
+        Row(layers.batch_norm, Saved(None, (1, 2)), differentiable=1, inside=facts.batch_statistics),
     ),
     (
         "shardwright.batch_norm_per_replica",
-        Row(layers.batch_norm_per_replica, Saved(None, (1, 2)), differentiable=1, inside=inside.running_statistics),
+        Row(layers.batch_norm_per_replica, Saved(None, (1, 2)), differentiable=1, inside=facts.running_statistics),
     ),
     (
         "_native_batch_norm_legit_no_training",
         Row(layers.batch_norm_in_evaluation, OPERANDS, differentiable=1),
     ),
-    ("embedding", Row(layers.embedding, _operands(1), work.none, work.looked_up)),
-    ("scaled_dot_product_attention", Row(layers.attention, EVERYTHING, work.attention, draws=True)),
+    ("embedding", Row(layers.embedding, _operands(1), facts.none, facts.looked_up)),
+    ("scaled_dot_product_attention", Row(layers.attention, EVERYTHING, facts.attention, draws=True)),
     ("max_pool1d", Row(layers.pooling(1), _POOLED)),
     ("max_pool2d", Row(layers.pooling(2), _POOLED)),
     ("max_pool3d", Row(layers.pooling(3), _POOLED)),
@@ -260,7 +261,7 @@ _ROWS: tuple[tuple[str, Row], ...] = (
     ("upsample_nearest2d upsample_bilinear2d upsample_bicubic2d", Row(layers.pooling(2, linear=True), NOTHING)),
     ("im2col", Row(layers.windows, NOTHING)),
     ("col2im", Row(layers.joined_windows, NOTHING)),
-    ("lstm.input gru.input rnn_tanh.input rnn_relu.input", Row(layers.recurrent, flops=work.recurrent, draws=True)),
+    ("lstm.input gru.input rnn_tanh.input rnn_relu.input", Row(layers.recurrent, flops=facts.recurrent, draws=True)),
     # views
     ("view.default", Row(views.reshape, view=True, written_as="aten.reshape.default")),
     ("view.dtype", Row(view=True)),
@@ -290,13 +291,13 @@ _ROWS: tuple[tuple[str, Row], ...] = (
     ("grid_sampler grid_sampler_2d", Row("~ n c . ., n . . . -> ~ n c . .", OPERANDS)),
     ("tril triu", Row(views.last_whole(2, linear=True), NOTHING)),
     # indices
-    ("index_select", Row(indexing.index_select, _operands(1))),
-    ("index.Tensor", Row(indexing.index, _indices)),
-    ("index_put.default", Row(indexing.index_put, _between)),
-    ("index_add index_copy", Row(indexing.index_written(linear=True), _operands(1, 2))),
-    ("index_fill", Row(indexing.index_written(), _operands(1))),
-    ("gather", Row(indexing.gather, OPERANDS)),
-    ("scatter scatter_add", Row(indexing.scatter, _operands(1))),
+    ("index_select", Row(views.index_select, _operands(1))),
+    ("index.Tensor", Row(views.index, _indices)),
+    ("index_put.default", Row(views.index_put, _between)),
+    ("index_add index_copy", Row(views.index_written(linear=True), _operands(1, 2))),
+    ("index_fill", Row(views.index_written(), _operands(1))),
+    ("gather", Row(views.gather, OPERANDS)),
+    ("scatter scatter_add", Row(views.scatter, _operands(1))),
     ("one_hot", Row("* -> * .", NOTHING)),
     # what only asserts
     ("_assert_async _assert_scalar _assert_tensor_metadata", Row(checks=True)),
@@ -306,7 +307,7 @@ _ROWS: tuple[tuple[str, Row], ...] = (
 
 
 def _by_name(lines: Iterable[tuple[str, T]]) -> dict[str, T]:
-    """What stands beside each name, by the name with its namespace.
+    """Return the entries by the name of each operator with its namespace.
 
     Raises:
         ValueError: where a name stands twice.
@@ -382,7 +383,7 @@ def rule_of(
     """
     row = row_of(op)
     if not row.draws:
-        random.refuse_drawing(op)
+        layers.refuse_drawing(op)
     if row.rule is None:
         return replicated_rule(operands, results)
     operator = Operator(op, args, kwargs, tuple(map(tuple, operands)), tuple(map(tuple, results)))
@@ -392,7 +393,7 @@ def rule_of(
 def internal_collectives(
     op: str, rule: OpRule, strategy: Strategy, mesh: Mesh, operands: Sequence[Shape], itemsize: int
 ) -> Directions:
-    """What an operator communicates inside itself, forward and backward: statistics that are merged.
+    """Return the collectives inside an operator, forward and backward: statistics that are merged.
 
     ``itemsize`` is the size in bytes of an element of the first operand.
 

@@ -18,7 +18,7 @@ from shardwright.compiler.capture.tracing.outside import safe
 from shardwright.compiler.capture.tracing.outside.closures import called_function, code_digest
 from shardwright.compiler.capture.tracing.outside.places import Place
 from shardwright.compiler.capture.tracing.outside.values import MISSING, NOT_PLAIN, comparable, in_words, same
-from shardwright.compiler.rules.functions import called, function_of, is_function
+from shardwright.compiler.rules.register import called, function_of, is_function
 from shardwright.distributed.agreement import from_all_ranks
 from shardwright.errors import CaptureError, UsageError
 

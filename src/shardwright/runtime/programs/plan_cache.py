@@ -25,7 +25,7 @@ from shardwright.common.whole_file import write_whole
 from shardwright.compiler.capture.ir import Capture
 from shardwright.compiler.plan.make import make_plan
 from shardwright.compiler.plan.plan import Plan
-from shardwright.compiler.plan.pricing.ruled import RuledGraph
+from shardwright.compiler.plan.pricing.graph import RuledGraph
 from shardwright.compiler.plan.request import PlanRequest
 from shardwright.compiler.rules.register import registered_rules
 from shardwright.errors import PlanError

@@ -18,10 +18,10 @@ from shardwright.compiler.capture.tracing.trace import LossFunction
 from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.plan.make import make_plan
 from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.plan.pricing.graph import RuledGraph
 from shardwright.compiler.plan.pricing.hardware import Hardware, for_device
-from shardwright.compiler.plan.pricing.ruled import RuledGraph
 from shardwright.compiler.plan.request import PlanRequest
-from shardwright.compiler.plan.searching.budget import OverBudget
+from shardwright.compiler.plan.search.choices import OverBudget
 from shardwright.distributed.agreement import from_rank_zero
 from shardwright.distributed.backends.table import backend_moving
 from shardwright.distributed.ranks import ranks_by_collectives

@@ -19,7 +19,6 @@ from shardwright.compiler.lower.lower import lower
 from shardwright.compiler.mesh.collectives import Communicator
 from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.plan.plan import Plan
-from shardwright.compiler.report.ir import save_graphs
 from shardwright.distributed.backends.table import backend_moving
 from shardwright.distributed.lockstep import Lockstep
 from shardwright.distributed.world import World
@@ -235,6 +234,8 @@ class Programs:
         buckets = backend.buckets if len(set(self._world.hosts)) == 1 else backend.buckets_between
         program = lower(plan, self._world.rank, buckets.bytes, buckets.first_bytes)
         if self._dumps:
+            from shardwright.compiler.report.ir import save_graphs  # loaded where graphs are saved
+
             save_graphs(self._dumps, plan, program, number=self._made)
         axes = {collective.axes for _, _, collective in program.collectives()}
         axes |= {layout.dims[0].axes for layout in plan.outputs.values() if layout.dims and layout.dims[0]}

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwright.compiler.mesh.dtensor import gathered, is_on_mesh_of_model, on_mesh, replicated
 from shardwright.compiler.mesh.split_tensor import laid_out, split_tensor
-from shardwright.compiler.plan.pricing.optimizers import WHOLE_GRADIENTS
+from shardwright.compiler.plan.pricing.memory import WHOLE_GRADIENTS
 from shardwright.errors import UsageError
 from shardwright.runtime.programs.splitting import refuse_part_of_another
 from shardwright.runtime.updates.fused import leave_fused_kernels, take_fused_kernels

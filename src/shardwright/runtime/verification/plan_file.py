@@ -15,13 +15,13 @@ from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.plan.make import make_plan
 from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.plan.pricing.graph import RuledGraph
 from shardwright.compiler.plan.pricing.hardware import Hardware, read_hardware
-from shardwright.compiler.plan.pricing.optimizers import states_of
-from shardwright.compiler.plan.pricing.ruled import RuledGraph
+from shardwright.compiler.plan.pricing.memory import states_of
 from shardwright.compiler.plan.request import PlanRequest, read_memory, read_patterns
 from shardwright.compiler.plan.searches import MindSporeMode, Mode, SearchName, mode_called
 from shardwright.compiler.report.plans.comparison import comparison, in_numbers, with_known_plans
-from shardwright.compiler.report.plans.document import PlanDocument, document_of
+from shardwright.compiler.report.plans.html import PlanDocument, document_of
 from shardwright.compiler.report.plans.summary import plan_summary
 from shardwright.compiler.report.plans.text_page import plan_page
 from shardwright.distributed.backends.table import usual_backend

@@ -24,7 +24,7 @@ from shardwright.compiler.lower.site import Site
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.plan.make import make_plan
 from shardwright.compiler.plan.plan import Plan
-from shardwright.compiler.plan.pricing.ruled import RuledGraph
+from shardwright.compiler.plan.pricing.graph import RuledGraph
 from shardwright.compiler.plan.request import Inputs, PlanRequest
 from shardwright.compiler.plan.searches import MindSporeMode, Mode, SearchName, mode_called
 from shardwright.data.loading.batch import Batch

@@ -20,8 +20,8 @@ from shardwright.common import torch_private
 from shardwright.compiler.capture.tracing import sources
 from shardwright.compiler.capture.tracing.literals import literal
 from shardwright.compiler.capture.tracing.replaced import call_checkpointed, functions_apply, is_checkpoint
-from shardwright.compiler.rules.functions import called, function_of, name_of
 from shardwright.compiler.rules.notation import Operand
+from shardwright.compiler.rules.register import called, function_of, name_of
 from shardwright.errors import CaptureError, ShardwrightError
 
 APPLIED = "shardwright.apply_function.default"

@@ -1,22 +1,25 @@
-"""What a search minimises: seconds per step, or bytes moved.
+"""The cost that a search minimises: seconds per step (`Seconds`) or bytes sent (`Bytes`); and the buckets it assumes.
 
     cost(plan) = sum over operators of operator(node, strategy)
                + sum over transfers of transfer(value, steps)
                + sum over leaves of    leaf(value, layout)
 
-Seconds: an operator takes the longest of its share of flops, its share of bytes and the launch, and of the others what
-the hardware does not do at once (`Hardware.at_once`); three times with its backward. A collective takes what the
-hardware's curve says for its kind, its bytes, its number of ranks and its link (`Hardware.collective_s`). Nothing
-overlaps in such a sum: `plan.prices` takes off what is hidden of the gradients, and `Seconds` has bounds of it that are
-sums. A parameter takes the step of the optimizer, which reads its part, the gradient and the states, and writes all of
-them but the gradient, as fast as the hardware does for such optimizers (`Hardware.updating`); and what any parameter
-takes, more where it is stored in parts. To hold another leaf costs neither seconds nor bytes moved. What any step takes
-beside (`Hardware.around_s`) decides nothing, and is added by `plan.prices`.
+Seconds: an operator takes the longest of its share of flops, its share of bytes and the launch, and of the others the
+part that the hardware does not overlap (`Hardware.at_once`); three times that with its backward. A collective takes
+what the hardware's curve says for its kind, its bytes, its number of ranks and its link (`Hardware.collective_s`).
+Nothing overlaps in such a sum: `plan.prices` subtracts the communication of gradients that is hidden, and
+`Seconds.hiding` gives bounds of it that are sums. A parameter takes the optimizer's update, which reads its shard, the
+gradient and the states, and writes all of them but the gradient (`Hardware.updating`), and a little more where it is
+sharded. Other leaves cost nothing. What any step takes besides (`Hardware.around_s`) decides nothing, and is added by
+`plan.prices`.
+
+Programs join the gradients of replicated parameters into buckets, and the all-gathers of small sharded parameters into
+one. What the backward gathers again is joined in no more memory than another collective of the plan takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Protocol
@@ -28,13 +31,146 @@ from shardwright.compiler.capture.ir import Node, Value
 from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.mesh.mesh import Link, Mesh
 from shardwright.compiler.mesh.redistribute import Collective, Step, enters
+from shardwright.compiler.plan.pricing.graph import RuledGraph
 from shardwright.compiler.plan.pricing.hardware import Hardware
 from shardwright.compiler.plan.pricing.links import LinkKind, link_along, per_host_along
-from shardwright.compiler.plan.pricing.memory import local_bytes
-from shardwright.compiler.plan.pricing.optimizers import ADAMW, OptimizerStates, updated_times
-from shardwright.compiler.plan.pricing.ruled import RuledGraph
+from shardwright.compiler.plan.pricing.memory import ADAMW, OptimizerStates, local_bytes, updated_times
 from shardwright.compiler.rules.notation import Strategy
 from shardwright.distributed.gradients import BUCKET_BYTES
+
+# To copy a parameter of so much into a memory with others, and out of it, takes less than a collective of its own.
+SMALL_WHOLE_BYTES = 32 * 1024
+GATHERED_BYTES = 2**20  # by all gathers that are joined
+# The same of one that the backward gathers again: three collectives are saved for each, and all is copied for it.
+REPEATED_WHOLE_BYTES = 2**20
+_ALONE = 4  # a gradient of more than a bucket's bytes divided by this is reduced alone, as soon as it is there
+
+
+@dataclass(frozen=True)
+class EnteringParameter:
+    """A parameter that enters split work, whose gradient is added up over ranks.
+
+    Those that can share a collective have the same ``alike``: the axes and the dtype.
+    """
+
+    parameter: str
+    bytes: int
+    alike: Hashable
+
+
+def in_buckets(entering: Sequence[EnteringParameter], limit_bytes: int, first_bytes: int) -> list[list[int]]:
+    """Return the buckets, as rising numbers of what enters, in the order in which they begin.
+
+    ``entering`` is in the order of the program. The backward comes to it from its end, and so do buckets begin, each
+    when its first member is there. The one that is filled first has ``first_bytes`` at most.
+    """
+    groups: list[list[int]] = []
+    filling: dict[Hashable, list[int]] = {}
+    room: dict[Hashable, int] = {}  # the bytes that still fit
+    for number in reversed(range(len(entering))):
+        one = entering[number]
+        if one.bytes * _ALONE > limit_bytes:
+            groups.append([number])
+            continue
+        # A parameter that enters twice, as to two layouts that differ in units alone, has no two places in a bucket.
+        twice = any(entering[member].parameter == one.parameter for member in filling.get(one.alike, ()))
+        if one.alike not in filling or twice or one.bytes > room[one.alike]:
+            room[one.alike] = limit_bytes if one.alike in filling else min(first_bytes, limit_bytes)
+            filling[one.alike] = []
+            groups.append(filling[one.alike])
+        filling[one.alike].insert(0, number)
+        room[one.alike] -= one.bytes
+    return sorted(groups, key=lambda members: -members[0])
+
+
+@dataclass(frozen=True)
+class SmallGather:
+    """A small parameter, stored split, that is gathered where it is used; ``bytes`` are those of what comes of it.
+
+    Those that can share a collective have the same ``alike``.
+    """
+
+    bytes: int
+    alike: Hashable
+
+
+def small_gather(value: Value, step: Step, mesh: Mesh) -> SmallGather | None:
+    """The gather of a parameter as it is stored, where it is one that may be joined with others."""
+    if step.kind != "all_gather" or mesh.extent(step.axes) == 1:
+        return None
+    size = local_bytes(value, step.after, mesh)
+    if size > SMALL_WHOLE_BYTES:
+        return None
+    return SmallGather(size, (step.axes, value.dtype, step.adjoint, value.needs_gradient))
+
+
+def in_gathers(gathers: Sequence[SmallGather]) -> list[list[int]]:
+    """Return the all-gathers that are joined, as rising numbers in the order of the program; some are alone."""
+    groups: dict[Hashable, list[list[int]]] = {}
+    room: dict[Hashable, int] = {}  # the bytes that still fit
+    for number, one in enumerate(gathers):
+        if one.alike not in room or one.bytes > room[one.alike]:
+            groups.setdefault(one.alike, []).append([])
+            room[one.alike] = GATHERED_BYTES
+        groups[one.alike][-1].append(number)
+        room[one.alike] -= one.bytes
+    return [members for alike in groups.values() for members in alike]
+
+
+def repeated_gather(value: Value, step: Step, mesh: Mesh) -> Hashable | None:
+    """Of the gather of a parameter that the backward does again: what all that may be joined with it have alike."""
+    if step.kind != "all_gather" or local_bytes(value, step.after, mesh) > REPEATED_WHOLE_BYTES:
+        return None
+    return (step.axes, value.dtype, step.adjoint, value.needs_gradient) if mesh.extent(step.axes) > 1 else None
+
+
+def in_repeated_gathers(
+    gathers: Sequence[tuple[Hashable, tuple[Value, Step]]], mesh: Mesh, limit_bytes: int
+) -> list[list[int]]:
+    """Return the all-gathers of the backward that are joined, as rising numbers in the order of the program.
+
+    Those are neighbours, which forward and backward need one after the other. None of another kind stands between
+    them, so that only one joined collective's results exist at a time.
+
+    Args:
+        gathers: of what kind each is, as `repeated_gather` says, and what it moves.
+        limit_bytes: of memory that those of one collective may take.
+    """
+    groups: list[list[int]] = []
+    for number, (alike, _) in enumerate(gathers):
+        last = groups[-1] if groups and gathers[groups[-1][-1]][0] == alike else []
+        moved = [gathers[member][1] for member in (*last, number)]
+        if last and together_bytes(moved, mesh) <= limit_bytes:
+            last.append(number)
+        else:
+            groups.append([number])
+    return groups
+
+
+def beside_together(collective: Collective, mesh: Mesh) -> int:
+    """Return the most bytes that joining a collective with others takes, besides its inputs and results.
+
+    The backend shm takes none where parts are even and of the first dim.
+
+    To gather: this rank's part behind those of others, and what all ranks have sent. To scatter sums: this rank's whole
+    behind others, and what all ranks have sent for its part.
+    """
+    own = collective.bytes // mesh.extent(collective.axes) if collective.kind == "all_gather" else collective.bytes
+    return own + collective.bytes
+
+
+def together_bytes(moved: Sequence[tuple[Value, Step]], mesh: Mesh) -> int:
+    """Return the most bytes that parameters take which are gathered together.
+
+    These are all parameters, or the gradients of all, which wait for the last of them, and what it takes to move them.
+    """
+    forward = backward = 0
+    for value, step in moved:
+        there, back = step.collectives(value.shape, value.dtype.itemsize, mesh)
+        forward += beside_together(there, mesh) if there else 0
+        backward += beside_together(back, mesh) if back and value.needs_gradient else 0
+    return sum(local_bytes(value, step.after, mesh) for value, step in moved) + max(forward, backward)
+
 
 BACKWARD = 2  # a backward costs about two forwards
 
@@ -46,22 +182,22 @@ class Objective(Protocol):
         """Equal objectives have equal hashes: what they price is looked up by them."""
 
     def operator(self, graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> float:
-        """What running ``node`` under a strategy costs, forward and backward, without its transfers."""
+        """Return the cost of ``node`` under a strategy, forward and backward, without its transfers."""
 
     def floor(self, graph: RuledGraph, node: Node, devices: int) -> float:
-        """What running ``node`` costs at least on so many devices, under whichever strategy on whichever mesh."""
+        """Return a lower bound of the cost of ``node`` on so many devices, under any strategy on any mesh."""
 
     def forward(self, graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> float:
-        """What running the forward of ``node`` once more costs, without its transfers."""
+        """Return the cost of running the forward of ``node`` once more, without its transfers."""
 
     def transfer(self, value: Value, steps: Sequence[Step], mesh: Mesh) -> float:
-        """What bringing a value to a target costs, forward and backward."""
+        """Return the cost of bringing a value to a target, forward and backward."""
 
     def collective(self, collective: Collective, mesh: Mesh, *, shared: bool = False) -> float:
-        """What one collective costs; with ``shared`` it is part of a larger one."""
+        """Return the cost of one collective; with ``shared`` it is part of a larger one."""
 
     def leaf(self, value: Value, layout: Layout, mesh: Mesh) -> float:
-        """What holding a parameter, buffer, input or constant in a layout costs, and updating it."""
+        """Return the cost of holding a leaf in a layout, and of updating it."""
 
 
 def operator_collectives(graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> list[Collective]:
@@ -80,7 +216,7 @@ def transfer_collectives(value: Value, steps: Sequence[Step], mesh: Mesh) -> lis
 
 
 def reduced_in_buckets(value: Value, steps: Sequence[Step]) -> bool:
-    """Whether a transfer does nothing but add up the gradient of a replicated parameter, together with others."""
+    """Return whether a transfer does nothing but reduce the gradient of a replicated parameter, with others."""
     return value.kind == "parameter" and enters(steps)
 
 
@@ -148,11 +284,11 @@ class Seconds:
         return self._once_s(graph, node, graph.rules[node.name].most_parts(devices)) * self._times(graph, node)
 
     def _times(self, graph: RuledGraph, node: Node) -> float:
-        """How often the forward of ``node`` counts, its backward included."""
+        """Return how often the forward of ``node`` counts, its backward included."""
         return 1 + BACKWARD * graph.needs_gradient(node) * (1 - self.backward_hidden)
 
     def backward(self, graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> float:
-        """What computing the backward of ``node`` takes, without what it communicates."""
+        """Return the seconds of the backward of ``node``, without its communication."""
         return BACKWARD * graph.needs_gradient(node) * self._once_s(graph, node, _parts(strategy, mesh))
 
     def forward(self, graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> float:
@@ -161,7 +297,7 @@ class Seconds:
 
     def _once_s(self, graph: RuledGraph, node: Node, parts: int) -> float:
         """The forward in so many parts, without what it communicates."""
-        work = _work(graph, node)
+        work = work_of(graph, node)
         work_s = work.flops / self.hardware.flops_in(work.dtype)
         traffic_s = work.bytes / self.hardware.memory_bandwidth
         each_s = work_s / parts, traffic_s / parts, self.hardware.launch_s
@@ -182,7 +318,7 @@ class Seconds:
 
     @staticmethod
     def in_parts(layout: Layout, mesh: Mesh) -> bool:
-        """Whether devices hold parts of a leaf."""
+        """Return whether a leaf is sharded."""
         return mesh.extent(layout.split_axes) > 1
 
     def _sum(self, collectives: list[Collective], mesh: Mesh, *, shared: bool = False) -> float:
@@ -227,25 +363,27 @@ def _parts(strategy: Strategy, mesh: Mesh) -> int:
 
 
 @dataclass(frozen=True)
-class _Work:
-    """What the forward of an operator does on the whole tensors: it computes in ``dtype``, and moves ``bytes``."""
+class OperatorWork:
+    """The work of an operator's forward on whole tensors: it computes in ``dtype``, and moves ``bytes``."""
 
     flops: int
     bytes: int
     dtype: torch.dtype
 
 
-def _work(graph: RuledGraph, node: Node) -> _Work:
-    """What the forward of ``node`` does, once for all that are alike."""
+def work_of(graph: RuledGraph, node: Node) -> OperatorWork:
+    """Return the work of the forward of ``node``, computed once for all that are alike."""
     key = "work", graph.alike[node.name]
     if key not in graph.known:
-        graph.known[key] = _Work(flops(node, graph.capture), bytes_moved(node, graph.capture), _dtype(graph, node))
-    found: _Work = graph.known[key]
+        graph.known[key] = OperatorWork(
+            flops(node, graph.capture), bytes_moved(node, graph.capture), _dtype(graph, node)
+        )
+    found: OperatorWork = graph.known[key]
     return found
 
 
 def _dtype(graph: RuledGraph, node: Node) -> torch.dtype:
-    """What a node computes in: the dtype of its first floating-point operand."""
+    """Return the dtype that a node computes in: that of its first floating-point operand."""
     values = graph.capture.values
     dtypes = (values[name].dtype for name in (*node.operands, *node.results))
     return next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float32)

@@ -1,4 +1,4 @@
-"""What the planner believes of the machines: a device's speeds, and what collectives take over its links.
+"""Hardware profiles: the speeds of a device, and the times of collectives over its links.
 
 A `Hardware` is read from a profile: one JSON file, measured by ``shardwright bench --save-profile`` or shipped here
 under ``profiles/`` with its sources named.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -23,10 +24,27 @@ from shardwright.common.schema import SchemaError, checked, from_json
 from shardwright.common.system_errors import in_words
 from shardwright.common.whole_file import write_whole
 from shardwright.compiler.mesh.redistribute import CollectiveKind
-from shardwright.compiler.plan.pricing.known_gpus import profile_of
 from shardwright.compiler.plan.pricing.links import Curve, LinkCost, LinkKind, LinkTime, Segment, link_time
 from shardwright.distributed.backends.table import BACKENDS, Buckets, backend_called, usual_backend
 from shardwright.errors import UsageError
+
+_NAMES = {
+    "v100": r"V100-SXM[23]-(16|32)GB(-LS)?",
+    "a100": r"A100-SXM4-(40|80)GB",
+    "h100": r"H100 80GB HBM3",
+    "h200": r"H200",
+}
+
+
+def profile_of(device_name: str) -> str | None:
+    """The name of the shipped profile of such GPUs, None where there is none.
+
+    >>> [profile_of(name) for name in ("NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA RTX A1000")]
+    ['h100', None, None]
+    """
+    model = re.sub(r"^(NVIDIA|Tesla) ", "", device_name.strip())
+    return next((profile for profile, names in _NAMES.items() if re.fullmatch(names, model)), None)
+
 
 FORMAT = "shardwright hardware profile"
 VERSION = 1
@@ -36,7 +54,7 @@ _AMONG_CPUS = usual_backend("cpu", shared=True).name
 
 @dataclass(frozen=True)
 class Updating:
-    """What a step of an optimizer takes that keeps ``per_entry`` states of each entry of a parameter.
+    """The speed of an optimizer's update that keeps ``per_entry`` states of each entry of a parameter.
 
     ``bandwidth`` counts what has to be read and written once, in bytes per second: parameters, gradients and states.
     An optimizer of several operators reads and writes some of it several times, which makes the figure smaller.
@@ -86,7 +104,7 @@ class Hardware:
 
     @cached_property
     def buckets(self) -> Buckets:
-        """How gradients are joined for all-reduces."""
+        """The buckets in which gradients are joined for all-reduces."""
         if not self.backend:
             return Buckets(first_bytes=Buckets.bytes)
         backend = backend_called(self.backend)
@@ -101,7 +119,7 @@ class Hardware:
         return self._flops.get(str(dtype).removeprefix("torch."), self._flops["float32"])
 
     def updating(self, per_entry: int) -> Updating:
-        """What an optimizer takes with so many states: what was measured with as many, else with most below that."""
+        """Return the speed of an update with so many states: of those measured the one with most up to that number."""
         fitting = [known for known in self.updates if known.per_entry <= per_entry] or sorted(
             self.updates, key=lambda known: known.per_entry
         )[:1]
@@ -167,7 +185,7 @@ class Hardware:
         if found.get("version") != VERSION:
             raise UsageError(f"{origin} has version {found.get('version')} of the format, this program reads {VERSION}")
         try:
-            return _of_file(checked(found, _File))
+            return _of_file(checked(found, _ProfileFile))
         except (SchemaError, UsageError) as error:
             raise UsageError(f"{origin}: {error}") from None
 
@@ -207,8 +225,8 @@ class _LinkOfFile:
 
 
 @dataclass(frozen=True)
-class _File:
-    """What `Hardware.to_json` writes; earlier releases did not write what has a default."""
+class _ProfileFile:
+    """The JSON that `Hardware.to_json` writes; earlier releases did not write what has a default."""
 
     format: str
     version: int
@@ -228,7 +246,7 @@ class _File:
     around_s: float = 0.0
 
 
-def _of_file(found: _File) -> Hardware:
+def _of_file(found: _ProfileFile) -> Hardware:
     """Return what a file holds, once its figures are found to be possible."""
     if "float32" not in found.flops:
         raise UsageError('flops needs a figure for "float32"')
@@ -243,7 +261,7 @@ def _of_file(found: _File) -> Hardware:
     return Hardware(**given)
 
 
-def _refuse_figures(found: _File) -> None:
+def _refuse_figures(found: _ProfileFile) -> None:
     above = {"memory_bandwidth": found.memory_bandwidth, "launch_s": found.launch_s, **found.flops}
     above |= {f"updates[{i}].bandwidth": update.bandwidth for i, update in enumerate(found.updates)}
     from_none = {"split_s": found.split_s, "around_s": found.around_s}
@@ -302,8 +320,9 @@ def shipped(name: str) -> Hardware:
 
 
 def read_hardware(given: Hardware | str | os.PathLike[str], backend: str = _AMONG_CPUS) -> Hardware:
-    """Hardware as a user names it: a value, the name of a shipped profile, or the path of a file; "cpu" is the shipped
-    profile of CPUs whose ranks have that ``backend``.
+    """Return hardware as a user names it: a value, the name of a shipped profile, or the path of a file.
+
+    "cpu" is the shipped profile of CPUs whose ranks have that ``backend``.
 
     >>> read_hardware("cpu").name, read_hardware("cpu", "gloo").name
     ('cpu_host_shm', 'cpu_host')
@@ -326,8 +345,10 @@ def read_hardware(given: Hardware | str | os.PathLike[str], backend: str = _AMON
 
 
 def for_device(device_type: str, device_name: Callable[[], str] | None = None, backend: str = "") -> Hardware:
-    """The shipped figures for ``cpu``, with what ``backend`` takes where they are shipped of it, or for ``cuda``; a GPU
-    of which none are shipped counts as an H100 and is warned of."""
+    """Return the shipped profile of ``cpu``, with that ``backend`` if there is one, or of the GPU.
+
+    A GPU without a shipped profile counts as an H100, with a warning.
+    """
     if device_type != "cuda":
         name = f"cpu_host_{backend}"
         return shipped(name if name in shipped_names() else "cpu_host")

@@ -1,25 +1,30 @@
-"""What collectives take over links, and which links the ranks of a group have between them.
+"""The time of collectives over links, the links that the ranks of a group have, and the meshes that links distinguish.
 
 A collective's time is a `Curve` over the bytes of its whole buffer (`mesh.redistribute.Collective.bytes`), in segments
 of latency plus bytes over bandwidth, one curve for every kind of collective, number of ranks, and kind of link:
 "inside" a host or "between" hosts.
 
-An axis of a mesh picks its link by where its ranks stand. Ranks are numbered host by host, in row-major order over the
-mesh, so that a group along some axes spans blocks of (stride x size of its major axis) ranks: it is inside a host where
-such blocks divide ``ranks_per_host``, else it is between hosts. `Axis.link`, where given, counts instead. Groups that
-have more ranks on each host use more of its network, as all groups along the same axes communicate at once.
+Ranks are numbered host by host, in row-major order over the mesh, so that a group along some axes spans blocks of
+(stride x size of its major axis) ranks: it is inside a host where such blocks divide ``ranks_per_host``, else it is
+between hosts. `Axis.link`, where given, counts instead. Groups that have more ranks on each host use more of its
+network, as all groups along the same axes communicate at once.
+
+A search runs on every mesh into which the devices can be cut so that links tell its axes apart: axes between hosts
+differ from those inside a host, the order of axes of one kind does not count. Finer axes can do all that coarser ones
+can, so that of the meshes of at most so many axes only the finest are searched: on 64 devices of 8 hosts and three
+axes, 2 x 4 between with 8 inside and 8 between with 2 x 4 inside, and not 8 with 8.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from shardwright.compiler.mesh.mesh import Mesh
+from shardwright.compiler.mesh.mesh import Axis, Mesh
 from shardwright.compiler.mesh.redistribute import CollectiveKind
 from shardwright.errors import UsageError
 
@@ -78,7 +83,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class LinkCost:
-    """What one kind of collective takes among ``ranks`` ranks; ``points`` are the (bytes, seconds) it was fitted to.
+    """The time of one kind of collective among ``ranks`` ranks; ``points`` are the (bytes, seconds) it was fitted to.
 
     Between hosts, ``per_host`` of the ranks stand on each host, and groups of the other ranks communicate beside them.
     """
@@ -91,13 +96,13 @@ class LinkCost:
     per_host: int = 1
 
     def residuals(self) -> list[float]:
-        """How far each fitted point is from the curve, as a part of the point: 0.1 is predicted 10 % too slow."""
+        """Return the error of the curve at each fitted point, as a share: 0.1 is predicted 10 % too slow."""
         return [self.curve.seconds(size) / seconds - 1 for size, seconds in self.points]
 
 
 @dataclass(frozen=True)
 class LinkTime:
-    """What a collective takes: a curve, what to scale the bytes by, and the seconds to add."""
+    """The time of a collective: a curve, what to scale the bytes by, and the seconds to add."""
 
     curve: Curve
     scale: float
@@ -110,7 +115,7 @@ class LinkTime:
 def link_time(
     links: Sequence[LinkCost], kind: CollectiveKind, ranks: int, where: LinkKind, per_host: int = 1
 ) -> LinkTime | None:
-    """What fits best of what is known of such a collective, None where nothing is; ``per_host`` as in `LinkCost`.
+    """Return what fits best of the measured collectives, None where nothing does; ``per_host`` as in `LinkCost`.
 
     A number of ranks that was not measured takes the next smaller one, or the smallest: as many bytes sent per
     rank take as long, and the latency grows with the steps of a tree, log2(ranks). Of the curves between hosts
@@ -144,7 +149,7 @@ def _up_to(known: Collection[int], asked: int) -> int:
 
 
 def link_along(mesh: Mesh, axes: Sequence[str], ranks_per_host: int | None) -> LinkKind:
-    """Whether the groups along ``axes`` stay inside a host; see the top of this file.
+    """Return whether the groups along ``axes`` stay inside a host; see the top of this file.
 
     >>> mesh = Mesh.of(dp=2, tp=8)
     >>> link_along(mesh, ["tp"], 8), link_along(mesh, ["dp"], 8), link_along(mesh, ["dp"], 16)
@@ -161,7 +166,7 @@ def link_along(mesh: Mesh, axes: Sequence[str], ranks_per_host: int | None) -> L
 
 
 def per_host_along(mesh: Mesh, axes: Sequence[str], ranks_per_host: int) -> int:
-    """How many ranks of each group along ``axes`` stand on one host.
+    """Return how many ranks of each group along ``axes`` stand on one host.
 
     >>> mesh = Mesh.of(dp=8, tp=4)
     >>> per_host_along(mesh, ["dp"], 8), per_host_along(mesh, ["tp"], 8), per_host_along(mesh, ["dp", "tp"], 8)
@@ -173,3 +178,41 @@ def per_host_along(mesh: Mesh, axes: Sequence[str], ranks_per_host: int) -> int:
             found *= max(1, min(axis.size, ranks_per_host // stride))
         stride *= axis.size
     return found
+
+
+def cuts(mesh: Mesh, ranks_per_host: int | None, most_axes: int) -> tuple[Mesh, ...]:
+    """The finest ways to cut a mesh of one axis into at most so many, the even ones first; several are left as given.
+
+    A host's axes come last, whatever their sizes: ranks that follow each other are on one host.
+
+    >>> for mesh in cuts(Mesh.of(d=64), 8, 3): print(mesh)
+    d.0=2 d.1=4 d.2=8
+    d.0=8 d.1=2 d.2=4
+    >>> for mesh in cuts(Mesh.of(d=12), 2, 3): print(mesh)
+    d.0=2 d.1=3 d.2=2
+    """
+    given, most_axes = mesh.without_ones(), min(most_axes, len(mesh.atomic().axes))
+    if len(given.axes) != 1 or most_axes == 1:
+        return (mesh.grouped(most_axes),)
+    [axis] = given.axes
+    inside = ranks_per_host if ranks_per_host and axis.size % ranks_per_host == 0 else axis.size
+    found = [
+        (*between, *within)
+        for count in range(most_axes + 1)
+        for between in _factors(axis.size // inside, count)
+        for within in _factors(inside, most_axes - count)
+    ]
+    sizes = sorted(set(found), key=lambda of: (max(of), of)) or [(axis.size,)]
+    named = ([Axis(f"{axis.name}.{i}", size, axis.link) for i, size in enumerate(of)] for of in sizes)
+    return tuple(Mesh(tuple(axes)) for axes in named)
+
+
+def _factors(size: int, count: int, least: int = 2) -> Iterator[tuple[int, ...]]:
+    """The ways to write a size as a product of ``count`` factors that do not fall."""
+    if count == 0:
+        if size == 1:
+            yield ()
+        return
+    for factor in range(least, size + 1):
+        if size % factor == 0:
+            yield from ((factor, *others) for others in _factors(size // factor, count - 1, factor))

@@ -1,17 +1,30 @@
-"""What autograd keeps of a graph between its forward and its backward, and in whose memory it lies.
+"""Memory beside the parameters: tensors saved for the backward, blocks of activation checkpointing, optimizer states.
 
-The table of operators says what each of them keeps (`rules.row.Saved`). A value that several keep is held once. The
-result of a view lies in the memory of its operand, unless it is a reshape of what lies there in another order: that is
-found out on torch's meta device, by the whole shapes.
+The table of operators says what each of them saves (`rules.row.Saved`). A tensor that several save is held once. The
+result of a view lies in the memory of its operand, unless it is a reshape of what lies there in another order: torch's
+meta device tells, by the whole shapes.
+
+A *block* is a module whose operators run one after the other. Its inputs are kept, and from them the backward
+recomputes it, up to the last operator that saves anything: what follows that one in the module is not needed. What the
+block makes for others is made by the forward alone.
+
+An optimizer that works entry by entry keeps tensors like the parameter, sharded as it is, and a few numbers. How many
+is not written down here: the optimizer makes a step on a parameter of fifteen entries, and its state is counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from functools import cached_property
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property, partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from shardwright.compiler.capture.evaluate import call
 from shardwright.compiler.capture.facts import operator_of, saved
@@ -19,10 +32,10 @@ from shardwright.compiler.capture.ir import Node, Value
 from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.mesh.redistribute import Step, copies, moves_alone
-from shardwright.compiler.plan.pricing.ruled import RuledGraph
-from shardwright.compiler.rules.operator import Operator
-from shardwright.compiler.rules.row import Saved
+from shardwright.compiler.plan.pricing.graph import RuledGraph
+from shardwright.compiler.rules.row import Operator, Saved
 from shardwright.compiler.rules.table import Column, column, row_of
+from shardwright.errors import UsageError
 
 _META = torch.device("meta")
 
@@ -51,15 +64,15 @@ def local_bytes(value: Value, layout: Layout, mesh: Mesh, rank: int = 0) -> int:
 
 
 def repeatable(value: Value, steps: Sequence[Step]) -> bool:
-    """Whether the backward can move a value again in place of keeping it: parameters, and what has a gradient.
+    """Return whether the backward can repeat a move in place of saving the result: of parameters, and with a gradient.
 
     Other values, as targets of a loss, are small, and operators on local parts may keep them in another form.
     """
     return copies(steps) and moves_alone(steps) and (value.kind == "parameter" or value.needs_gradient)
 
 
-class Kept:
-    """What the operators of a graph keep for its backward: of each graph there is one, by `RuledGraph.once`."""
+class SavedTensors:
+    """The tensors that the operators of a graph save for its backward; one per graph, by `RuledGraph.once`."""
 
     def __init__(self, graph: RuledGraph) -> None:
         self.graph = graph
@@ -73,16 +86,16 @@ class Kept:
         return locally(operator_of(node, self.graph.capture)) or kept
 
     def times(self, node: Node, index: int) -> int:
-        """How many operators keep an operand, or what is viewed of it where it lies."""
+        """Return how many operators save an operand, or a view of it where it lies."""
         found = int(index in (self.saved[node.name].operands or ()))
         if index == 0 and node.name in self.views:
             found += sum(self.times(use.node, use.index) for name in node.results for use in self.graph.uses[name])
         return found
 
-    def beside(self, node: Node, layout_of: Callable[[str], Layout], mesh: Mesh, rank: int = 0) -> int:
+    def internal_bytes(self, node: Node, layout_of: Callable[[str], Layout], mesh: Mesh, rank: int = 0) -> int:
         """The bytes of what an operator makes inside itself and keeps, by the layouts of its operands and results."""
         total = 0.0
-        for part in self.saved[node.name].beside:
+        for part in self.saved[node.name].internal:
             name = (node.operands if part.like == "operand" else node.results)[part.index]
             value = self.graph.capture.values[name]
             size = local_bytes(value, layout_of(name), mesh, rank) / value.dtype.itemsize
@@ -123,3 +136,222 @@ def _views(graph: RuledGraph) -> Iterator[str]:
             laid.update(zip(node.results, made, strict=True))
             if inside:
                 yield node.name
+
+
+@dataclass(frozen=True)
+class Block:
+    """A module and its operators up to the last that keeps anything, in order of execution."""
+
+    name: str
+    nodes: tuple[Node, ...]
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """The names of the operators."""
+        return frozenset(node.name for node in self.nodes)
+
+    def computed_again(self, kept: SavedTensors) -> tuple[Node, ...]:
+        """The operators whose work is done twice: not the last one where it keeps nothing but what it is given."""
+        last = kept.saved[self.nodes[-1].name]
+        return self.nodes if last.results or last.internal else self.nodes[:-1]
+
+
+class Blocks:
+    """The blocks of a graph, by the path of the module."""
+
+    def __init__(self, graph: RuledGraph) -> None:
+        self._graph, self._kept = graph, graph.once(SavedTensors)
+        self._known: dict[str, Block | None] = {}
+
+    def named(self, name: str) -> Block | None:
+        """The block of a module; None where there is none, or nothing of it is kept."""
+        if name not in self._known:
+            self._known[name] = self._made(name)
+        return self._known[name]
+
+    def _made(self, name: str) -> Block | None:
+        nodes = self._graph.capture.nodes
+        keeps = [at for at in self._spans.get(name, range(0)) if self._kept.saved[nodes[at].name] != Saved()]
+        return Block(name, nodes[self._spans[name].start : keeps[-1] + 1]) if keeps else None
+
+    def repeated(self) -> tuple[Block, ...]:
+        """The layers of the model: blocks that stand beside equal ones, and keep what they made themselves.
+
+        Of those that lie in one another the outermost.
+        """
+        alike: dict[Hashable, list[str]] = defaultdict(list)
+        nodes, rules = self._graph.capture.nodes, self._graph.rules
+        for name, span in self._spans.items():
+            operators = tuple(id(rules[node.name]) for node in nodes[span.start : span.stop])
+            alike[name.rpartition(".")[0], operators].append(name)
+        found = (self.named(name) for names in alike.values() if len(names) > 1 for name in names)
+        return _outermost([block for block in found if block is not None and self._saves(block)])
+
+    def matching(self, patterns: Sequence[str], *, demanded: bool) -> tuple[Block, ...]:
+        """The blocks of the modules whose paths match one of these patterns, of those in one another the outermost.
+
+        Raises:
+            UsageError: with ``demanded``, where a pattern matches no module that runs at once.
+        """
+        found: list[Block] = []
+        for pattern in patterns:
+            names = [name for name in self._spans if fnmatchcase(name, pattern)]
+            if demanded and not names:
+                shown = ", ".join(list(self._spans)[:8]) or "none"
+                raise UsageError(
+                    f"recompute names {pattern!r}, which no module matches that is run at once; there are {shown}"
+                )
+            found += [block for block in map(self.named, names) if block is not None]
+        return _outermost(list(dict.fromkeys(found)))
+
+    def _saves(self, block: Block) -> bool:
+        """Return whether the operators of the block save more results of their own than the block is given."""
+        values, kept = self._graph.capture.values, set()
+        for node in block.nodes:
+            saved = self._kept.saved[node.name]
+            kept |= {node.operands[i] for i in saved.operands or ()} | {node.results[i] for i in saved.results or ()}
+        made = {name for node in block.nodes for name in node.results}
+        given = {name for node in block.nodes for name in node.operands} - made
+        given_bytes = sum(values[name].bytes for name in given if values[name].kind == "result")
+        return sum(values[name].bytes for name in kept & made) > given_bytes
+
+    @cached_property
+    def _spans(self) -> Mapping[str, range]:
+        """The positions of the operators of each module that is run at once, in order of execution.
+
+        Cached: the graph is frozen.
+        """
+        at: dict[str, list[int]] = defaultdict(list)
+        for position, node in enumerate(self._graph.capture.nodes):
+            parts = node.scope.split(".") if node.scope else []
+            for depth in range(1, len(parts) + 1):
+                at[".".join(parts[:depth])].append(position)
+        return {
+            name: range(positions[0], positions[-1] + 1)
+            for name, positions in at.items()
+            if positions[-1] - positions[0] == len(positions) - 1
+        }
+
+
+def moved_inside(value: Value, before_bytes: int, after_bytes: int) -> bool:
+    """Return whether a block keeps a value as it is given and moves it again.
+
+    So it does where that takes less memory: what is gathered for the block. Leaves are held all the same.
+    """
+    return value.kind != "result" or after_bytes > before_bytes
+
+
+def _outermost(blocks: Sequence[Block]) -> tuple[Block, ...]:
+    names = {block.name for block in blocks}
+
+    def inside(name: str) -> bool:
+        parts = name.split(".")
+        return any(".".join(parts[:depth]) in names for depth in range(1, len(parts)))
+
+    return tuple(block for block in blocks if not inside(block.name))
+
+
+@dataclass(frozen=True)
+class OptimizerStates:
+    """The states of an optimizer: tensors like each parameter, and a few bytes for each parameter."""
+
+    name: str
+    per_entry: int
+    per_parameter_bytes: int
+
+    def bytes_for(self, parameter_bytes: int) -> int:
+        """Return the bytes of the states of a parameter's shard of so many bytes."""
+        return self.per_entry * parameter_bytes + self.per_parameter_bytes
+
+
+def updated_times(per_entry: int) -> int:
+    """Return how often a parameter's bytes are read and written by an update that touches everything once.
+
+    >>> updated_times(2)  # parameter, gradient and two states are read, all but the gradient written
+    7
+    """
+    return 3 + 2 * per_entry
+
+
+ADAMW = OptimizerStates("adamw", 2, 4)
+"""What plans count where nobody says which optimizer there will be."""
+
+# Optimizers that torch's DTensors fail in (Adafactor squares partial norms in place) or round otherwise (Muon iterates
+# matrix products in bfloat16). With whole gradients they compute what one device does, and keep whole tensors.
+WHOLE_GRADIENTS = (torch.optim.Adafactor, torch.optim.Muon)
+_LEFT_OUT = frozenset({"capturable", "fused"})  # these refuse the device of the probe, and keep nothing more
+
+
+def states_of(given: OptimizerStates | Optimizer | type[Optimizer] | str) -> OptimizerStates:
+    """Return the states of an optimizer: ``"adamw"``, a class of torch's, or an optimizer with its settings.
+
+    >>> states_of("sgd"), states_of(torch.optim.Adam)
+    (OptimizerStates(name='sgd', per_entry=0, per_parameter_bytes=0), \
+OptimizerStates(name='adam', per_entry=2, per_parameter_bytes=4))
+
+    Raises:
+        UsageError: where there is no such optimizer, or what it keeps is not split as its parameters are.
+    """
+    if isinstance(given, OptimizerStates):
+        return given
+    if isinstance(given, str):
+        return _named(given.lower())
+    if isinstance(given, Optimizer):
+        kind = type(given)
+        makers = [partial(kind, **_accepted(kind, {**given.defaults, **group})) for group in given.param_groups]
+        return max((_probed(kind, make) for make in makers), key=lambda states: states.per_entry)
+    if isinstance(given, type) and issubclass(given, Optimizer):
+        return _probed(given, given)
+    raise UsageError(f"optimizer is {given!r}; expected a name as 'adamw', a class of torch.optim or an optimizer")
+
+
+def _known() -> dict[str, type[Optimizer]]:
+    classes = (found for found in vars(torch.optim).values() if isinstance(found, type))
+    return {found.__name__.lower(): found for found in classes if issubclass(found, Optimizer)}
+
+
+def _named(name: str) -> OptimizerStates:
+    known = _known()
+    if name not in known:
+        names = ", ".join(sorted(set(known) - {"optimizer"}))
+        raise UsageError(f"there is no optimizer {name!r} in torch.optim; the names are {names}")
+    return _probed(known[name], known[name])
+
+
+def _accepted(kind: type[Optimizer], settings: dict[str, Any]) -> dict[str, Any]:
+    """Those settings that the class takes: its groups hold others too."""
+    taken = set(inspect.signature(kind).parameters) - _LEFT_OUT
+    return {name: value for name, value in settings.items() if name in taken and name != "params"}
+
+
+def _probed(kind: type[Optimizer], make: Callable[[list[nn.Parameter]], Optimizer]) -> OptimizerStates:
+    """Return what an optimizer keeps after a step."""
+    name = kind.__name__.lower()
+    reason = "what it keeps is not split as its parameters are" if issubclass(kind, WHOLE_GRADIENTS) else ""
+    kept: list[Tensor] = []
+    try:
+        if not reason:
+            kept = _kept_after_a_step(make)
+    except Exception as error:
+        reason = f"it makes no step on one parameter: {error}"
+    like = sum(tensor.numel() == _ENTRIES for tensor in kept)
+    if any(tensor.numel() not in (1, _ENTRIES) for tensor in kept):
+        reason = "it keeps tensors of other shapes than its parameters"
+    if reason:
+        raise UsageError(
+            f"what {kind.__name__} keeps for its parameters cannot be counted: {reason}; leave optimizer= out, or name "
+            "one that works entry by entry, as optimizer='adamw'"
+        )
+    return OptimizerStates(name, like, sum(tensor.nbytes for tensor in kept if tensor.numel() == 1))
+
+
+_ENTRIES = 15
+
+
+def _kept_after_a_step(make: Callable[[list[nn.Parameter]], Optimizer]) -> list[Tensor]:
+    with torch.device("cpu"), torch.enable_grad():
+        parameter = nn.Parameter(torch.ones(3, _ENTRIES // 3, dtype=torch.float32))
+        optimizer = make([parameter])
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    return [value for value in optimizer.state[parameter].values() if isinstance(value, Tensor)]

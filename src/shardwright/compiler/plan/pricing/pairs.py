@@ -1,4 +1,4 @@
-"""What it costs to bring a value from each of many layouts to each of many targets, all pairs at once.
+"""The cost of bringing a value from each of many layouts to each of many targets, all pairs at once.
 
 On three axes an operator has a hundred strategies, and a value ten thousand ways to one that reads it. Each pair is a
 number, made of which axes cut each dim that changes: numpy finds the different ones, `way_of` says what each of these
@@ -34,7 +34,7 @@ from shardwright.compiler.mesh.redistribute import (
 )
 from shardwright.compiler.mesh.ways import Axes, Change, Part, Way, way_of
 from shardwright.compiler.plan.pricing.cost import Objective, largest_buffer, transfer_collectives
-from shardwright.compiler.plan.pricing.targets import Target
+from shardwright.compiler.plan.pricing.graph import Target
 from shardwright.distributed.gradients import BUCKET_BYTES
 
 Numbers = npt.NDArray[np.int64]
@@ -50,9 +50,8 @@ PARTS = 16
 
 
 @dataclass(frozen=True)
-class Moves:
-    """For each layout and target: whether it is possible, leaves a copy, sums nothing, and whether it sums a gradient
-    and does nothing else."""
+class MoveFlags:
+    """For each layout and target whether a move is possible, copies, sums nothing, or only sums a gradient."""
 
     possible: Flags
     copies: Flags
@@ -86,7 +85,7 @@ class Pairs:
         self._singly: dict[Hashable, float] = {}
 
     def costs(self, value: Value, layouts: Sequence[Layout], targets: Sequence[Target]) -> Costs:
-        """What each way costs; infinite where there is none."""
+        """Return the cost of each way; infinite where there is none."""
         numbers, staying = self._look_up(value.shape, layouts, targets)
         costs = np.full(numbers.shape, math.inf)
         asked = numbers >= 0
@@ -119,14 +118,14 @@ class Pairs:
             found[enters] = np.minimum(found[enters], BUCKET_BYTES)
         return np.asarray(found)
 
-    def moves(self, shape: tuple[int, ...], layouts: Sequence[Layout], targets: Sequence[Target]) -> Moves:
-        """What each way does to a value of this shape."""
+    def moves(self, shape: tuple[int, ...], layouts: Sequence[Layout], targets: Sequence[Target]) -> MoveFlags:
+        """Return what each way does to a value of this shape."""
         numbers, _ = self._look_up(shape, layouts, targets)
         flags = self._flags[np.maximum(numbers, 0)]
         for i, j in np.argwhere(numbers == BY_STEPS).tolist():
             steps = self._steps(shape, layouts[i], targets[j])
             flags[i, j] = copies(steps), moves_alone(steps), enters(steps)
-        return Moves(numbers != IMPOSSIBLE, flags[:, :, 0], flags[:, :, 1], flags[:, :, 2])
+        return MoveFlags(numbers != IMPOSSIBLE, flags[:, :, 0], flags[:, :, 1], flags[:, :, 2])
 
     # The numbers of ways
 
@@ -223,7 +222,7 @@ class Pairs:
     # Prices
 
     def _priced(self, ways: Numbers, staying: Numbers, value: Value) -> Costs:
-        """What ways cost for a value of which each leaves the dims over these axes as they are."""
+        """Return the cost of ways for a value, by the axes of the dims that each leaves as they are."""
         costs = self._sums(self._forward[ways], staying, value.bytes)
         if value.needs_gradient:
             costs += self._sums(self._backward[ways], staying, value.bytes)
@@ -233,7 +232,7 @@ class Pairs:
         return costs
 
     def _sums(self, parts: npt.NDArray[np.int32], staying: Numbers, size: int, *, shared: bool = False) -> Costs:
-        """What the parts of each way cost together, by the axes of the dims that stay as they are."""
+        """Return the cost of the parts of each way together, by the axes of the dims that stay as they are."""
         kinds = len(self._kinds)
         priced = staying[:, None] * kinds + parts
         prices = np.zeros(len(self._extents) * kinds)
@@ -262,7 +261,7 @@ class Pairs:
 
 
 def _present(numbers: npt.NDArray[np.signedinteger[Any]]) -> list[int]:
-    """Which numbers from 0 on there are, few of which are possible."""
+    """Return which numbers from 0 on there are, few of which are possible."""
     found: list[int] = np.flatnonzero(np.bincount(numbers.ravel())).tolist()
     return found
 

@@ -6,19 +6,19 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shardwright.common.words import in_bytes, in_time
-from shardwright.compiler.plan.decided.prices import Prices
-from shardwright.compiler.plan.decided.shown import table
-from shardwright.compiler.plan.known_plans import KNOWN_PLANS
+from shardwright.compiler.plan.baselines import BASELINES
 from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.plan.prices import Prices
 from shardwright.compiler.plan.pricing.hardware import Hardware
 from shardwright.compiler.plan.request import PlanRequest
+from shardwright.compiler.plan.text import table
 from shardwright.errors import PlanError
 
 
 def with_known_plans(plan: Plan, request: PlanRequest) -> dict[str, Plan | str]:
     """The found plan and the known ones by name; a known plan that there is not is told by the reason."""
     found: dict[str, Plan | str] = {"this plan": plan}
-    for name, make in KNOWN_PLANS.items():
+    for name, make in BASELINES.items():
         try:
             found[name] = make(plan.graph, request)
         except PlanError as error:
@@ -27,7 +27,7 @@ def with_known_plans(plan: Plan, request: PlanRequest) -> dict[str, Plan | str]:
 
 
 def in_numbers(plans: Mapping[str, Plan | str], hardware: Hardware) -> dict[str, dict[str, Any]]:
-    """What each plan takes, sends and holds, by name, or why there is none."""
+    """Return the seconds and bytes of each plan by name, or why there is none."""
     return {
         name: {"error": plan} if isinstance(plan, str) else _numbers(plan, hardware) for name, plan in plans.items()
     }

@@ -1,11 +1,11 @@
-"""What a plan lets expect of a step, for those who watch the run and compare."""
+"""The seconds and bytes that a plan predicts for a step, for those who watch the run and compare."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from shardwright.compiler.plan.decided.prices import Prices
 from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.plan.prices import Prices
 from shardwright.compiler.plan.pricing.hardware import Hardware
 
 
@@ -14,7 +14,7 @@ def expected(plan: Plan, hardware: Hardware) -> dict[str, Any]:
     prices = Prices(plan, hardware)
     return {
         "mode": plan.mode,
-        "mesh": str(plan.named),
+        "mesh": str(plan.shown_mesh),
         "hardware": hardware.name,
         "seconds": prices.step_s,
         "computing_s": prices.computing_s + prices.updating_s + hardware.around_s,

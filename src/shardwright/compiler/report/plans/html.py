@@ -1,12 +1,145 @@
-"""The page of a plan: one file for a browser, which needs nothing else."""
+"""The page of a plan for a browser: the JSON that it reads, with the time line of a step, and the file."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
+from shardwright.compiler.capture.ir import Node
+from shardwright.compiler.plan.decisions import Transfer
+from shardwright.compiler.plan.explain import Explainer
+from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.plan.prices import Prices
+from shardwright.compiler.plan.pricing.hardware import Hardware
 from shardwright.compiler.report.pages.page import page_of, save_page
-from shardwright.compiler.report.plans.document import PlanDocument
+from shardwright.compiler.report.plans.summary import PlanSummary, plan_summary
+from shardwright.compiler.report.plans.tree import FoldedModule, FoldedOperator, Tree
 from shardwright.errors import PlanError
+
+Lane = Literal["computes", "communicates"]
+
+
+class StepEvent(NamedTuple):
+    """Computing or communicating for one operator, in one direction."""
+
+    backward: bool
+    lane: Lane
+    operator: str  # its name, "" where none is concerned
+    seconds: float
+
+
+def events_of(plan: Plan, prices: Prices) -> list[StepEvent]:
+    """All that computes or communicates, in order, as if nothing were hidden; what the optimizer does follows it."""
+    both = list(_both_ways(plan, prices))
+    forward = [StepEvent(False, lane, name, seconds) for lane, name, seconds, _ in both if seconds > 0]
+    backward = [StepEvent(True, lane, name, seconds) for lane, name, _, seconds in reversed(both) if seconds > 0]
+    return [*forward, *backward]
+
+
+def _both_ways(plan: Plan, prices: Prices) -> Iterator[tuple[Lane, str, float, float]]:
+    """Yield what is done in the order of the forward, with its seconds there and in the backward."""
+    coming = _coming(plan)
+    for node in plan.capture.nodes:
+        for transfer in coming[node.name]:
+            yield "communicates", node.name, *_transferred(plan, prices, transfer)
+        computing_s, inside_s = _forward_s(plan, prices, node)
+        moved = prices.inside.get(node.name)
+        yield "computes", node.name, computing_s, prices.computes_s[node.name] - computing_s
+        yield "communicates", node.name, inside_s, (moved.seconds if moved else 0.0) - inside_s
+    for transfer in coming[""]:
+        yield "communicates", "", *_transferred(plan, prices, transfer)
+
+
+def _coming(plan: Plan) -> dict[str, list[Transfer]]:
+    """Return the transfers before each operator, the first that needs them; "" stands for the outputs."""
+    found: dict[str, list[Transfer]] = defaultdict(list)
+    for transfer in plan.transfers:
+        if transfer.steps:
+            found[transfer.consumers[0][0]].append(transfer)
+    return found
+
+
+def _forward_s(plan: Plan, prices: Prices, node: Node) -> tuple[float, float]:
+    """Return the seconds that a node computes in the forward, and those that it communicates inside."""
+    strategy = plan.strategies[node.name]
+    found = plan.graph.collectives_inside(node, strategy, plan.mesh)[0]
+    inside_s = sum(prices.objective.collective(collective, plan.mesh) for collective in found)
+    return prices.objective.forward(plan.graph, node, strategy, plan.mesh) - inside_s, inside_s
+
+
+def _transferred(plan: Plan, prices: Prices, transfer: Transfer) -> tuple[float, float]:
+    """Seconds of the forward and of the backward."""
+    moved = prices.transferred(transfer)
+    if moved is None:
+        return 0.0, 0.0
+    found = [each.collective for each in plan.transfer_collectives(transfer) if each.direction == "forward"]
+    forward_s = sum(prices.objective.collective(collective, plan.mesh) for collective in found)
+    return forward_s, moved.seconds - forward_s
+
+
+MOST_ASKED = 150  # operators that are asked why: to find the next best way of one takes 20 to 200 ms
+
+
+@dataclass(frozen=True)
+class PlanDocument:
+    """One graph under one plan or several, the first of which is the plan that the page is about."""
+
+    title: str
+    plans: Mapping[str, PlanSummary]
+    atoms: Sequence[Mapping[str, int]]  # the axes over which each plan cuts, finer than those that people name
+    root: FoldedModule
+    operators: Sequence[FoldedOperator]
+    whys: Mapping[int, str]  # the place of an operator -> why the first plan does it so; of the dearest
+    events: Sequence[Sequence[StepEvent]]  # of each plan
+    places: Mapping[str, int]
+
+    def to_json(self) -> dict[str, Any]:
+        """As the page reads it. Of the tables of a summary it has no need."""
+        return {
+            "title": self.title,
+            "plans": {
+                name: _head(summary) | {"atoms": dict(atoms)}
+                for (name, summary), atoms in zip(self.plans.items(), self.atoms, strict=True)
+            },
+            "root": asdict(self.root),
+            "operators": [asdict(row) for row in self.operators],
+            "whys": self.whys,
+            "events": [[self._event(event) for event in events] for events in self.events],
+        }
+
+    def _event(self, event: StepEvent) -> list[Any]:
+        lane = 2 * event.backward + (event.lane == "communicates")
+        return [lane, self.places.get(event.operator, -1), round(event.seconds * 1e9)]
+
+
+def document_of(title: str, plans: Mapping[str, Plan], hardware: Hardware) -> PlanDocument:
+    """All that is shown of plans of one graph, at the prices of ``hardware``; ``plans`` by name."""
+    prices = [Prices(plan, hardware) for plan in plans.values()]
+    tree = Tree(list(plans.values()), prices)
+    return PlanDocument(
+        title,
+        {name: plan_summary(plan, hardware) for name, plan in plans.items()},
+        [dict(plan.mesh.sizes) for plan in plans.values()],
+        tree.root,
+        tree.operators,
+        _whys(next(iter(plans.values())), hardware, tree.operators),
+        [events_of(plan, price) for plan, price in zip(plans.values(), prices, strict=True)],
+        tree.places,
+    )
+
+
+def _whys(plan: Plan, hardware: Hardware, operators: Sequence[FoldedOperator]) -> dict[int, str]:
+    why = Explainer(plan, hardware)
+    spent = {place: row.ways[0].computes_s + row.ways[0].communicates_s for place, row in enumerate(operators)}
+    dearest = sorted(spent, key=lambda place: -spent[place])[:MOST_ASKED]
+    return {place: why.reasons(why.nodes[operators[place].name]) for place in dearest}
+
+
+def _head(summary: PlanSummary) -> dict[str, Any]:
+    return asdict(replace(summary, modules=(), operators=(), collectives=()))
 
 
 def in_html(document: PlanDocument) -> str:

@@ -13,20 +13,19 @@ from dataclasses import dataclass, field
 from shardwright.compiler.capture.ir import Node, Value
 from shardwright.compiler.lower.liveness import peak_of
 from shardwright.compiler.lower.lower import lower
-from shardwright.compiler.plan.decided.decisions import Decisions
-from shardwright.compiler.plan.decided.prices import Moved, Prices
-from shardwright.compiler.plan.decided.shown import joined, template
-from shardwright.compiler.plan.explain import search_of
+from shardwright.compiler.plan.decisions import Decisions
 from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.plan.prices import Communication, Prices
 from shardwright.compiler.plan.pricing.cost import BACKWARD
 from shardwright.compiler.plan.pricing.hardware import Hardware
+from shardwright.compiler.plan.text import joined, search_of, template
 
 Slices = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """How far the plan is above what no plan is below, in the unit of its search: "s" or "B"."""
+    """The cost of a plan and the bound that no plan is below, in the unit of its search: "s" or "B"."""
 
     unit: str
     cost: float
@@ -77,7 +76,7 @@ class CollectiveRow:
 
 @dataclass(frozen=True)
 class PlanSummary:
-    """What a person asks first of a plan. Rows of modules stand in the order of the model, the others dearest first."""
+    """A plan in numbers. Rows of modules stand in the order of the model, the others most expensive first."""
 
     mode: str
     search: str
@@ -114,7 +113,7 @@ def plan_summary(plan: Plan, hardware: Hardware) -> PlanSummary:
         plan.mode,
         plan.search,
         plan.mesh.size,
-        dict(plan.named.sizes),
+        dict(plan.shown_mesh.sizes),
         hardware.name,
         prices.step_s,
         prices.computing_s,
@@ -148,7 +147,7 @@ def _certificate(plan: Decisions) -> Certificate | None:
 @dataclass
 class _Module:
     nodes: list[Node] = field(default_factory=list)
-    moved: list[Moved] = field(default_factory=list)
+    moved: list[Communication] = field(default_factory=list)
     computing_s: float = 0.0
     held_bytes: int = 0
 
@@ -210,7 +209,7 @@ def _operators(plan: Decisions, prices: Prices) -> tuple[OperatorRow, ...]:
 
 
 def _replicated_s(plan: Decisions, prices: Prices, node: Node, parts: int) -> float:
-    """What an operator would take less, were its work shared by all devices."""
+    """Return the seconds that an operator would take less, were its work shared by all devices."""
     spent = prices.computes_s[node.name]
     floor = prices.hardware.launch_s * (1 + BACKWARD * plan.graph.needs_gradient(node))
     return spent - max(spent * parts / plan.mesh.size, min(floor, spent))
@@ -218,7 +217,7 @@ def _replicated_s(plan: Decisions, prices: Prices, node: Node, parts: int) -> fl
 
 def _collectives(plan: Decisions, prices: Prices) -> tuple[CollectiveRow, ...]:
     operators = {node.name: node.op for node in plan.capture.nodes}
-    alike: dict[tuple[str, str, str], list[tuple[str, Moved]]] = defaultdict(list)
+    alike: dict[tuple[str, str, str], list[tuple[str, Communication]]] = defaultdict(list)
     for moved in prices.moved:
         of = operators[moved.cause] if moved.value is None else _cause(plan.capture.values[moved.value], moved)
         alike[", ".join(moved.kinds), "·".join(moved.axes), template(of)].append((of, moved))
@@ -236,6 +235,6 @@ def _collectives(plan: Decisions, prices: Prices) -> tuple[CollectiveRow, ...]:
     return tuple(sorted(rows, key=lambda row: -row.seconds))
 
 
-def _cause(value: Value, moved: Moved) -> str:
+def _cause(value: Value, moved: Communication) -> str:
     """For what a value is communicated: a parameter by its name, any other by the module that makes it."""
     return value.label if value.kind == "parameter" else moved.module

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardwright.common.words import in_bytes, in_time
-from shardwright.compiler.plan.decided.shown import in_tuples, short, table
-from shardwright.compiler.plan.explain import certificate, computed_again, holds
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.hardware import Hardware
+from shardwright.compiler.plan.text import certificate, computed_again, holds, in_tuples, short, table
 from shardwright.compiler.report.plans.summary import ModuleRow, OperatorRow, PlanSummary, plan_summary
 
 MOST_LINES = 57  # what follows the page, such as the seconds of planning, takes three more

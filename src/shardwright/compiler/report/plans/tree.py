@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 from shardwright.compiler.capture.ir import Node
 from shardwright.compiler.mesh.layout import Layout
-from shardwright.compiler.plan.decided.prices import Moved, Prices
-from shardwright.compiler.plan.decided.shown import joined, template
 from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.plan.prices import Communication, Prices
+from shardwright.compiler.plan.text import joined, template
 
 
 @dataclass(frozen=True)
-class Tensor:
+class ShownTensor:
     """An operand or a result as an operator works on it: the axes over which each dim is cut."""
 
     label: str
@@ -24,16 +24,16 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Way:
-    """What one plan does with an operator and all its equals. Seconds and bytes are of all of them together."""
+class OperatorInPlan:
+    """An operator and all its equals under one plan. Seconds and bytes are of all of them together."""
 
     computes_s: float
     communicates_s: float
     sent_bytes: float
     parts: int  # devices that share the work
-    operands: tuple[Tensor, ...]
-    results: tuple[Tensor, ...]
-    moved: tuple[Moved, ...]  # for the first of them alone
+    operands: tuple[ShownTensor, ...]
+    results: tuple[ShownTensor, ...]
+    moved: tuple[Communication, ...]  # for the first of them alone
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class FoldedOperator:
     module: str
     line: str
     times: int
-    ways: tuple[Way, ...]
+    ways: tuple[OperatorInPlan, ...]
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Tree:
         scope.kind = self._kinds.setdefault(facts, len(self._kinds))
 
     def _facts(self, node: Node) -> object:
-        """What must be alike for two operators to share a row."""
+        """Return what must be alike for two operators to share a row."""
         decided = tuple(
             (plan.in_strategy(node), plan.out_strategy(node), tuple(_fact(moved) for moved in found.get(node.name, ())))
             for plan, found in zip(self._plans, self._moved, strict=True)
@@ -154,14 +154,14 @@ class Tree:
         self.operators.append(FoldedOperator(first.name, first.op, module, line, len(nodes), ways))
         return place
 
-    def _way(self, i: int, nodes: Sequence[Node]) -> Way:
+    def _way(self, i: int, nodes: Sequence[Node]) -> OperatorInPlan:
         plan, computes_s, found = self._plans[i], self._prices[i].computes_s, self._moved[i]
         first = nodes[0]
         rule, strategy = plan.graph.rules[first.name], plan.strategies[first.name]
         operands = [rule.operand_layout(at, strategy) for at in range(len(first.operands))]
         results = [rule.result_layout(at, strategy, plan.mesh) for at in range(len(first.results))]
         moved = [each for node in nodes for each in found.get(node.name, ())]
-        return Way(
+        return OperatorInPlan(
             sum(computes_s[node.name] for node in nodes),
             sum(each.seconds for each in moved),
             sum(each.bytes for each in moved),
@@ -171,17 +171,17 @@ class Tree:
             tuple(found.get(first.name, ())),
         )
 
-    def _tensors(self, names: Sequence[str], layouts: Sequence[Layout]) -> tuple[Tensor, ...]:
+    def _tensors(self, names: Sequence[str], layouts: Sequence[Layout]) -> tuple[ShownTensor, ...]:
         values = [self._capture.values[name] for name in names]
         return tuple(
-            Tensor(value.label, value.shape, tuple(dim.axes for dim in layout.dims), layout.partial)
+            ShownTensor(value.label, value.shape, tuple(dim.axes for dim in layout.dims), layout.partial)
             for value, layout in zip(values, layouts, strict=True)
         )
 
 
-def _by_operator(plan: Plan, prices: Prices) -> Mapping[str, Sequence[Moved]]:
-    """What is communicated: inside operators, for their results, and for the leaves that they are the first to read."""
-    found: dict[str, list[Moved]] = defaultdict(list)
+def _by_operator(plan: Plan, prices: Prices) -> Mapping[str, Sequence[Communication]]:
+    """Return the communication of each operator: inside it, of its results, and of leaves that it reads first."""
+    found: dict[str, list[Communication]] = defaultdict(list)
     for name, moved in prices.inside.items():
         found[name].append(moved)
     for transfer in plan.transfers:
@@ -192,5 +192,5 @@ def _by_operator(plan: Plan, prices: Prices) -> Mapping[str, Sequence[Moved]]:
     return found
 
 
-def _fact(moved: Moved) -> object:
+def _fact(moved: Communication) -> object:
     return moved.kinds, moved.axes, round(moved.bytes)

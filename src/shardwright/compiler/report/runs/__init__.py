@@ -1,1 +1,1 @@
-"""What a job has done, from what its ranks told: on a page for a browser."""
+"""A job's run as a page for a browser, from what its ranks reported."""

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shardwright.common import signatures, torch_private
-from shardwright.compiler.rules.random import draws
+from shardwright.compiler.rules.layers import draws
 
 CHANGES = re.compile(r"__setitem__|__i\w+__|\w*[a-z0-9]_")  # functions that change their operand in place
 # Functions that give the numbers of their first operand on another device, or in another dtype.

@@ -1,0 +1,328 @@
+"""The decisions of a plan, and what follows from them.
+
+Decided are the strategy of every operator and the layouts of the leaves (parameters, buffers, inputs, constants) and of
+the outputs. Everything else follows: `Decisions.layout` of a result from the rule of its operator, and `transfers`, the
+redistributions, from the layouts on both ends of an edge. The costs that a search minimises and the program that runs
+are both derived from `transfers`, so that nothing is priced that is not run, and nothing run that is not priced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from typing import ClassVar, Self
+
+from shardwright.compiler.capture.ir import Capture, Node, Pin, Value
+from shardwright.compiler.mesh.layout import Layout, Split
+from shardwright.compiler.mesh.mesh import Mesh
+from shardwright.compiler.mesh.redistribute import Collective, Step, copies, redistribute
+from shardwright.compiler.plan.pricing.graph import RuledGraph, Target, made_by, target_of, the_one
+from shardwright.compiler.plan.pricing.hardware import Hardware
+from shardwright.compiler.plan.pricing.memory import (
+    ADAMW,
+    Block,
+    Blocks,
+    OptimizerStates,
+    SavedTensors,
+    local_bytes,
+    moved_inside,
+    repeatable,
+)
+from shardwright.compiler.rules.notation import Strategy
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A value on its way to one target, shared by every consumer with that target.
+
+    ``consumers`` are (node name, operand index), or ("", i) for the i-th output of the graph. ``gradient`` says whether
+    one comes back: not to a value that has none, nor from an output other than the loss.
+    """
+
+    value: str
+    target: Target
+    steps: tuple[Step, ...]
+    consumers: tuple[tuple[str, int], ...]
+    gradient: bool
+
+
+@dataclass(frozen=True)
+class PlannedCollective:
+    """One collective of the plan: where it comes from, in which direction of the step, and what it moves."""
+
+    cause: str  # the label of the value or the name of the operator
+    module: str  # for which it is: its parameter's, or where the value is made
+    direction: str  # "forward" or "backward"
+    collective: Collective
+    bytes: float  # sent by each device
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """The decisions of a plan: who computes what, and where it is stored.
+
+    ``mesh`` has the axes that are split over; ``named`` is the mesh as the user wrote it.
+
+    ``leaves`` and ``outputs`` map value names to layouts; ``strategies`` maps node names to strategies. An output
+    appears in ``outputs`` with the layout in which it leaves the program (the loss, auxiliary outputs, new buffers).
+    ``cost`` is what the search minimised, at these decisions, and ``bound`` what no decisions are below, in the unit of
+    the search; None where nothing was searched, or for another graph. ``optimizer`` is what will update the
+    parameters, and ``memory`` the bytes that a device may hold, where that was limited. ``again`` names
+    values, above all parameters that are stored split, that are gathered for their use: the backward gathers them
+    again, and no copy is kept. ``recomputed`` names modules of whose inside nothing is kept: the backward computes it
+    once more from what the module is given. ``considered`` says of each mesh what a plan on it costs or why there is
+    none, where several were looked at. ``hardware`` is what the plan was priced with.
+    """
+
+    graph: RuledGraph = field(repr=False)
+    mesh: Mesh
+    named: Mesh
+    mode: str
+    search: str
+    strategies: Mapping[str, Strategy]
+    leaves: Mapping[str, Layout]
+    outputs: Mapping[str, Layout]
+    cost: float | None = None
+    bound: float | None = None
+    optimizer: OptimizerStates = ADAMW
+    memory: int | None = None
+    again: frozenset[str] = frozenset()
+    considered: tuple[str, ...] = ()
+    hardware: Hardware | None = field(default=None, repr=False)
+    recomputed: frozenset[str] = frozenset()
+
+    @property
+    def capture(self) -> Capture:
+        return self.graph.capture
+
+    @property
+    def shown_mesh(self) -> Mesh:
+        """The mesh as the user named it or, where nobody did, with the names that it was given (`plan.axis_names`)."""
+        return self.mesh if self.named.is_unnamed and self.mesh.axes else self.named
+
+    def layout(self, value: str) -> Layout:
+        """Return how a value is laid out where it is made or stored."""
+        if value in self.leaves:
+            return self.leaves[value]
+        if value not in self._made:
+            node, index = self.graph.producers[value]
+            self._made[value] = made_by(self.graph, node, index, self.strategies[node.name], self.mesh)
+        return self._made[value]
+
+    @cached_property
+    def _made(self) -> dict[str, Layout]:
+        """Return the layouts of results that are known.
+
+        Cached by the value: graph, strategies and mesh are frozen.
+        """
+        return {}
+
+    def pin_of(self, node: Node) -> Pin | None:
+        """Return the pin that fixes the strategy of an operator; None where nothing was searched, pins or not."""
+        return None if self.search == "none" else node.pin
+
+    def batch_rows(self, rank: int, rows: int) -> tuple[int, int]:
+        """The rows [start, stop) of a global batch of ``rows`` that ``rank`` is to be given."""
+        split = next((self.leaves[v.name].dims[0] for v in self.capture.of_kind("input") if v.shape), Split())
+        return split.bounds(rows, self.mesh, self.mesh.coordinates(rank))
+
+    def target(self, node: Node, index: int) -> Target:
+        """Return the layout that operand ``index`` of ``node`` must have before the node can run on local parts."""
+        return target_of(self.graph, node, index, self.strategies[node.name], self.mesh)
+
+    @cached_property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """Every edge of the graph, one per value and target, in order of execution; many have no steps.
+
+        Raises:
+            PlanError: where no sequence of collectives leads from one layout to the other.
+        """
+        found: dict[tuple[str, int], tuple[Target, list[tuple[str, int]]]] = {}  # equal targets are one object
+        for node in self.capture.nodes:
+            for index, value in enumerate(node.operands):
+                target = self.target(node, index)
+                found.setdefault((value, id(target)), (target, []))[1].append((node.name, index))
+        for i, (value, layout) in enumerate(self.outputs.items()):
+            target = the_one(self.graph, Target(layout), self.mesh)
+            found.setdefault((value, id(target)), (target, []))[1].append(("", i))
+        steps = self._shared_steps()
+        return tuple(
+            Transfer(value, target, steps(value, target), tuple(uses), self._gradient(value, uses))
+            for (value, _), (target, uses) in found.items()
+        )
+
+    @cached_property
+    def way(self) -> Mapping[tuple[str, int], Transfer]:
+        """The transfer that brings an operator its operand, by the name of the operator and the index."""
+        return {use: transfer for transfer in self.transfers for use in transfer.consumers}
+
+    def _gradient(self, value: str, uses: Sequence[tuple[str, int]]) -> bool:
+        differentiated = value == self.capture.loss or any(node for node, _ in uses)
+        return differentiated and self.capture.values[value].needs_gradient
+
+    def _shared_steps(self) -> Callable[[str, Target], tuple[Step, ...]]:
+        """The steps that bring a value to a target, by its name; those of equal layers are one object."""
+        known: dict[Hashable, tuple[Step, ...]] = {}  # by the very layouts: quicker to look up than equal ones
+        equal = cache(self._steps)
+
+        def steps(value: str, target: Target) -> tuple[Step, ...]:
+            shape, layout = self.capture.values[value].shape, self.layout(value)
+            key = shape, id(layout), id(target)
+            if key not in known:
+                known[key] = equal(shape, layout, target)
+            return known[key]
+
+        return steps
+
+    def _steps(self, shape: tuple[int, ...], layout: Layout, target: Target) -> tuple[Step, ...]:
+        return redistribute(layout, target.layout, target.gradient_partial, shape, self.mesh)
+
+    def collectives(self) -> Iterator[PlannedCollective]:
+        """Every collective of one step, before the gradients of replicated parameters are joined into buckets."""
+        for transfer in self.transfers:
+            yield from self.transfer_collectives(transfer)
+        for node in self.capture.nodes:
+            forward, backward = self.graph.collectives_inside(node, self.strategies[node.name], self.mesh)
+            repeated = forward if node.name in self.computed_again else ()
+            for direction, collectives in (("forward", forward), ("backward", (*repeated, *backward))):
+                for c in collectives:
+                    yield PlannedCollective(node.name, node.scope, direction, c, c.sent_bytes(self.mesh))
+
+    def transfer_collectives(self, transfer: Transfer) -> Iterator[PlannedCollective]:
+        """Yield the collectives of a transfer, forward and backward."""
+        value = self.capture.values[transfer.value]
+        producer = self.graph.producers.get(transfer.value)
+        module = producer[0].scope if producer else value.label.rpartition(".")[0] if value.kind == "parameter" else ""
+        times = self.repeats(transfer)
+        for step in transfer.steps:
+            forward, backward = step.collectives(value.shape, value.dtype.itemsize, self.mesh)
+            if forward:
+                yield PlannedCollective(value.label, module, "forward", forward, forward.sent_bytes(self.mesh))
+                for _ in range(times):
+                    yield PlannedCollective(value.label, module, "backward", forward, forward.sent_bytes(self.mesh))
+            if backward and transfer.gradient:
+                yield PlannedCollective(value.label, module, "backward", backward, backward.sent_bytes(self.mesh))
+
+    @cached_property
+    def kept(self) -> SavedTensors:
+        """Return the tensors that operators save for the backward."""
+        return self.graph.once(SavedTensors)
+
+    @cached_property
+    def _nodes(self) -> Mapping[str, Node]:
+        return {node.name: node for node in self.capture.nodes}
+
+    def computing_again(self, names: Set[str], again: frozenset[str] | None = None) -> Self:
+        """The same with other modules computed again, and with other values gathered ``again`` where these are given.
+
+        What does not depend on them is not worked out anew.
+        """
+        found = replace(self, recomputed=frozenset(names), again=self.again if again is None else again)
+        for known in self._of_any_recomputed:
+            found.__dict__[known] = getattr(self, known)
+        return found
+
+    def costing(self, cost: float | None, bound: float | None) -> Self:
+        """The same decisions at another cost; nothing is worked out anew."""
+        found = replace(self, cost=cost, bound=bound)
+        found.__dict__.update({name: of for name, of in self.__dict__.items() if name not in found.__dict__})
+        return found
+
+    # None of these reads `recomputed` or `again`.
+    _of_any_recomputed: ClassVar[tuple[str, ...]] = ("_nodes", "_made", "transfers", "way", "_moved_inside")
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """The blocks whose inside the backward computes again."""
+        known = self.graph.once(Blocks)
+        found = (known.named(name) for name in sorted(self.recomputed))
+        return tuple(block for block in found if block is not None)
+
+    @cached_property
+    def block_of(self) -> Mapping[str, str]:
+        """The name of an operator -> that of the block which computes it again; the others have none."""
+        return {node.name: block.name for block in self.blocks for node in block.nodes}
+
+    @cached_property
+    def computed_again(self) -> frozenset[str]:
+        """The names of the operators whose work the backward does again."""
+        found: list[Node] = []
+        for block in self.blocks:
+            last = block.nodes[-1]
+            communicates = self.graph.collectives_inside(last, self.strategies[last.name], self.mesh)[0]
+            found += block.nodes if communicates else block.computed_again(self.kept)
+        return frozenset(node.name for node in found)
+
+    def block_of_transfer(self, transfer: Transfer) -> str:
+        """The block that a transfer is computed again with, "" where there is none.
+
+        A transfer that others need, too, or that makes what is kept smaller, is done before the block, which is given
+        the result.
+        """
+        block = self.block_of.get(transfer.consumers[0][0], "") if transfer.steps else ""
+        if not block:
+            return ""
+        maker = self.graph.producers.get(transfer.value)
+        if maker is not None and self.block_of.get(maker[0].name) == block:
+            return block
+        alone = all(self.block_of.get(name) == block for name, _ in transfer.consumers)
+        return block if alone and copies(transfer.steps) and self._is_moved_inside(transfer) else ""
+
+    def _is_moved_inside(self, transfer: Transfer) -> bool:
+        """Return whether a block that is given the value of a transfer moves it itself."""
+        first, known = transfer.consumers[0], self._moved_inside
+        if first not in known:
+            value = self.capture.values[transfer.value]
+            layouts = self.layout(value.name), transfer.target.layout
+            known[first] = moved_inside(value, *(local_bytes(value, layout, self.mesh) for layout in layouts))
+        return known[first]
+
+    @cached_property
+    def _moved_inside(self) -> dict[tuple[str, int], bool]:
+        """Return the known answers of `_is_moved_inside`.
+
+        Cached by the first consumer of a transfer, which no other one has: layouts and mesh are frozen.
+        """
+        return {}
+
+    def repeats(self, transfer: Transfer) -> int:
+        """Return how often the backward repeats the steps of a transfer."""
+        return 1 if self.block_of_transfer(transfer) else self.gathers_again(transfer)
+
+    def gathers_again(self, transfer: Transfer) -> int:
+        """Return how often the backward repeats a transfer alone: once where it needs the value there, else never."""
+        value = self.capture.values[transfer.value]
+        if value.name not in self.again or not repeatable(value, transfer.steps) or self.block_of_transfer(transfer):
+            return 0
+        consumers = [(name, index) for name, index in transfer.consumers if name]
+        return int(any(n in self.block_of or self.kept.times(self._nodes[n], index) for n, index in consumers))
+
+    @property
+    def gap(self) -> float | None:
+        """The share of the cost by which it is above the lower bound; None where no bound is known."""
+        if self.cost is None or self.bound is None:
+            return None
+        return (self.cost - self.bound) / self.cost if self.cost else 0.0
+
+    def moved_bytes(self) -> float:
+        """Bytes that each device sends in one step, forward, backward and gradients."""
+        return sum(priced.bytes for priced in self.collectives())
+
+    def held_bytes(self, kind: str = "parameter") -> int:
+        """Bytes of the leaves of one kind that rank 0 holds, which no rank exceeds."""
+        return sum(self.bytes_of(value) for value in self.capture.values.values() if value.kind == kind)
+
+    def bytes_of(self, leaf: Value) -> int:
+        """Bytes of a leaf that rank 0 holds, which no rank exceeds."""
+        return local_bytes(leaf, self.leaves[leaf.name], self.mesh)
+
+    def in_strategy(self, node: Node) -> tuple[tuple[int, ...], ...]:
+        """The number of slices per dim of every operand, as users write it in `shard`."""
+        rule, strategy = self.graph.rules[node.name], self.strategies[node.name]
+        return tuple(rule.operand_layout(i, strategy).slices(self.mesh) for i in range(len(node.operands)))
+
+    def out_strategy(self, node: Node) -> tuple[tuple[int, ...], ...]:
+        """The number of slices per dim of every result."""
+        rule, strategy = self.graph.rules[node.name], self.strategies[node.name]
+        return tuple(rule.result_layout(i, strategy, self.mesh).slices(self.mesh) for i in range(len(node.results)))

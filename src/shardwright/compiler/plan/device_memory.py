@@ -1,0 +1,268 @@
+"""The bytes that a device holds under a plan, by kind."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+
+from shardwright.compiler.capture.ir import Node, Value
+from shardwright.compiler.mesh.layout import Layout
+from shardwright.compiler.mesh.mesh import Mesh
+from shardwright.compiler.mesh.redistribute import copies
+from shardwright.compiler.plan.decisions import Decisions, Transfer
+from shardwright.compiler.plan.pricing.cost import (
+    SmallGather,
+    in_gathers,
+    reduced_in_buckets,
+    small_gather,
+    together_bytes,
+)
+from shardwright.compiler.plan.pricing.memory import Block, OptimizerStates, local_bytes
+from shardwright.distributed.gradients import BUCKET_BYTES
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes of one device, by what they are for.
+
+    ``activations`` are what autograd keeps from the forward for the backward; ``buffers`` those of the model and what
+    it closes over; ``communication`` is the largest buffer of a collective, or all that is there while small parameters
+    are gathered together, if that is more; and ``recomputed`` what the backward makes again of the block that has most
+    of it.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    buffers: int
+    inputs: int
+    communication: int
+    recomputed: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of them together."""
+        return sum(size for _, size in self.kinds())
+
+    def kinds(self) -> Iterator[tuple[str, int]]:
+        """Each kind with its bytes."""
+        return ((field.name, getattr(self, field.name)) for field in fields(self))
+
+
+def device_memory_of(plan: Decisions, optimizer: OptimizerStates, rank: int = 0) -> DeviceMemory:
+    """Return the bytes that ``rank`` holds; none holds more than rank 0."""
+    return MemoryModel(plan, rank).held(plan, optimizer)
+
+
+Storage = tuple[object, ...]
+"""What tells apart where tensors lie: a value where it is made, on its way to a target, or beside an operator."""
+
+
+class MemoryModel:
+    """The memory of a rank under the decisions of a plan, whichever blocks are recomputed.
+
+    Most of it does not depend on these, and is worked out once for all plans that differ in nothing else.
+    """
+
+    def __init__(self, plan: Decisions, rank: int = 0) -> None:
+        self._rank, values = rank, plan.capture.values.values()
+        size_of = _sizing(plan.mesh, rank)
+        leaves = {v.name: size_of(v, plan.leaves[v.name]) for v in values if v.kind != "result"}
+        self._leaves: Counter[str] = Counter()
+        for name, size in leaves.items():
+            self._leaves[plan.capture.values[name].kind] += size
+        self._trained = [leaves[value.name] for value in plan.capture.of_kind("parameter") if value.needs_gradient]
+        self._largest_buffer = _largest_buffer(plan)
+        self._small_gathers = list(_small_gathers(plan))
+        self._moved = dict(_moved(plan))
+        self._sizes = dict(_sizes(plan, self._moved, size_of))
+        # Cached by what is gathered again: of plans that differ in blocks and `again` alone nothing else moves storage.
+        self._last: tuple[frozenset[tuple[str, int]], _Storages] | None = None
+
+    def held(self, plan: Decisions, optimizer: OptimizerStates) -> DeviceMemory:
+        """Return the bytes that are held under a plan of these decisions."""
+        lying = self._lying(plan)
+        return DeviceMemory(
+            parameters=self._leaves["parameter"],
+            gradients=sum(self._trained),
+            optimizer=sum(map(optimizer.bytes_for, self._trained)),
+            activations=sum(_saved(plan, lying).values()),
+            buffers=self._leaves["buffer"] + self._leaves["constant"],
+            inputs=self._leaves["input"],
+            communication=max(self._largest_buffer, self._gathered_together(plan)),
+            recomputed=max(_remade(plan, lying).values(), default=0),
+        )
+
+    def _gathered_together(self, plan: Decisions) -> int:
+        """The most that is there of small parameters which programs gather together."""
+        found = [one for one in self._small_gathers if _gathers_once(one[0], plan)]
+        groups = in_gathers([gathered for _, _, gathered in found])
+        moved = ([(found[i][1], found[i][0].steps[0]) for i in members] for members in groups)
+        return max((together_bytes(of, plan.mesh) for of in moved), default=0)
+
+    def remade(self, plan: Decisions) -> dict[str, int]:
+        """Return the bytes that the backward makes again of each block, by its name, besides the block's inputs."""
+        return _remade(plan, self._lying(plan))
+
+    def _lying(self, plan: Decisions) -> _Storages:
+        """Return the storages, which depend on the blocks only by what is gathered again for them."""
+        again = (use for use in self._moved if plan.again and plan.gathers_again(plan.way[use]))
+        gathered = frozenset(again)
+        if self._last is None or self._last[0] != gathered:
+            moved = {use: storage for use, storage in self._moved.items() if use not in gathered}
+            self._last = gathered, _Storages(plan, moved, self._sizes, self._rank)
+        return self._last[1]
+
+
+class _Storages:
+    """The storage of each operand and each value; the bytes that operators save there, and that blocks are given.
+
+    Where leaves lie has no size. Of what the backward moves again, its source is kept.
+    """
+
+    def __init__(
+        self, plan: Decisions, moved: Mapping[tuple[str, int], Storage], sizes: Mapping[Storage, int], rank: int
+    ) -> None:
+        self._sizes, self._rank = sizes, rank
+        self._made: dict[str, Storage] = {name: ("made", name) for name in plan.capture.values}
+        self._read: dict[tuple[str, int], Storage] = {}
+        for node in plan.capture.nodes:
+            for i, name in enumerate(node.operands):
+                self._read[node.name, i] = moved.get((node.name, i)) or self._made[name]
+            if node.name in plan.kept.views:
+                self._made.update(dict.fromkeys(node.results, self._read[node.name, 0]))
+        self.kept_by = {node.name: self._kept_by(node, plan) for node in plan.capture.nodes}
+        """What each operator keeps for its backward."""
+        # Cached by the block: which others are computed again does not change what this one is given.
+        self._given: dict[str, dict[Storage, int]] = {}
+
+    def _kept_by(self, node: Node, plan: Decisions) -> dict[Storage, int]:
+        saved = plan.kept.saved[node.name]
+        lying = [self._read[node.name, i] for i in saved.operands or ()]
+        lying += [self._made[node.results[i]] for i in saved.results or ()]
+        found = {storage: self._sizes[storage] for storage in lying if storage in self._sizes}
+        if saved.internal:
+            layouts = {name: plan.target(node, i).layout for i, name in enumerate(node.operands)}
+            layouts |= {name: plan.layout(name) for name in node.results}
+            found["internal", node.name] = plan.kept.internal_bytes(node, layouts.__getitem__, plan.mesh, self._rank)
+        return found
+
+    def given_to(self, block: Block, plan: Decisions) -> dict[Storage, int]:
+        """Return the inputs of a block, from which it is recomputed, and buffers before they change.
+
+        Of the blocks that are computed again it depends on this one alone.
+        """
+        if block.name not in self._given:
+            self._given[block.name] = self._given_to(block, plan)
+        return self._given[block.name]
+
+    def _given_to(self, block: Block, plan: Decisions) -> dict[Storage, int]:
+        made = {name for node in block.nodes for name in node.results}
+        found: dict[Storage, int] = {}
+        reads = [(node, i, name) for node in block.nodes for i, name in enumerate(node.operands) if name not in made]
+        for node, i, name in reads:
+            inside = plan.block_of_transfer(plan.way[node.name, i]) == block.name
+            storage = self._made[name] if inside else self._read[node.name, i]
+            if storage in self._sizes:
+                found[storage] = self._sizes[storage]
+            elif name in plan.capture.mutations:
+                value = plan.capture.values[name]
+                found["before", block.name, name] = local_bytes(value, plan.leaves[name], plan.mesh, self._rank)
+        return found
+
+
+def _remade(plan: Decisions, lying: _Storages) -> dict[str, int]:
+    """Return the bytes that the backward makes again of each block, by its name, besides the block's inputs."""
+    made = {}
+    for block in plan.blocks:
+        inside: dict[Storage, int] = {}
+        for node in block.nodes:
+            inside |= lying.kept_by[node.name]
+        given = lying.given_to(block, plan)
+        made[block.name] = sum(size for storage, size in inside.items() if storage not in given)
+    return made
+
+
+def _saved(plan: Decisions, lying: _Storages) -> dict[Storage, int]:
+    """Return the storages that are saved for the backward, each once, without leaves.
+
+    Of a block that the backward computes again it is what the block is given.
+    """
+    found: dict[Storage, int] = {}
+    for node in plan.capture.nodes:
+        if node.name not in plan.block_of:
+            found.update(lying.kept_by[node.name])
+    for block in plan.blocks:
+        found.update(lying.given_to(block, plan))
+    return found
+
+
+def _moved(plan: Decisions) -> Iterator[tuple[tuple[str, int], Storage]]:
+    """Yield the storage of each operand that is moved first, by operator and index."""
+    for at, transfer in enumerate(plan.transfers):
+        if copies(transfer.steps):
+            yield from ((use, ("moved", at)) for use in transfer.consumers if use[0])
+
+
+def _sizing(mesh: Mesh, rank: int) -> Callable[[Value, Layout], int]:
+    """Return a function for the bytes of a rank's part of a value, computed once for all that are alike."""
+    known: dict[Hashable, int] = {}
+
+    def size_of(value: Value, layout: Layout) -> int:
+        key = value.shape, value.dtype, id(layout)
+        if key not in known:
+            known[key] = local_bytes(value, layout, mesh, rank)
+        return known[key]
+
+    return size_of
+
+
+def _sizes(
+    plan: Decisions, moved: Mapping[tuple[str, int], Storage], size_of: Callable[[Value, Layout], int]
+) -> Iterator[tuple[Storage, int]]:
+    """Yield the bytes of each storage: of each value where it is made, and where it is moved."""
+    for node in plan.capture.nodes:
+        if node.name not in plan.kept.views:
+            for name in node.results:
+                yield ("made", name), size_of(plan.capture.values[name], plan.layout(name))
+    for (name, index), storage in moved.items():
+        transfer = plan.way[name, index]
+        yield storage, size_of(plan.capture.values[transfer.value], transfer.target.layout)
+
+
+def _small_gathers(plan: Decisions) -> Iterator[tuple[Transfer, Value, SmallGather]]:
+    """The transfers, and of what, that begin with a gather which may be joined with others."""
+    for transfer in plan.transfers:
+        value = plan.capture.values[transfer.value]
+        if value.kind == "parameter" and transfer.steps:
+            value = replace(value, needs_gradient=transfer.gradient)
+            if (gathered := small_gather(value, transfer.steps[0], plan.mesh)) is not None:
+                yield transfer, value, gathered
+
+
+def _gathers_once(transfer: Transfer, plan: Decisions) -> bool:
+    """Return whether the backward does not repeat the first step."""
+    return not plan.block_of_transfer(transfer) and not (len(transfer.steps) == 1 and plan.gathers_again(transfer))
+
+
+def _largest_buffer(plan: Decisions) -> int:
+    """The bytes of the largest buffer that a collective works on; replicated parameters' gradients are joined."""
+    joined: Counter[tuple[object, ...]] = Counter()
+    largest = 0
+    seen: set[Hashable] = set()
+    for transfer in plan.transfers:
+        value: Value = plan.capture.values[transfer.value]
+        alike = value.shape, value.dtype, transfer.gradient, id(transfer.steps)  # those of equal layers are one object
+        if reduced_in_buckets(value, transfer.steps):
+            joined[transfer.steps[0].axes, value.dtype] += plan.bytes_of(value)
+        elif transfer.steps and alike not in seen:
+            seen.add(alike)
+            found = (priced.collective.bytes for priced in plan.transfer_collectives(transfer))
+            largest = max(largest, *found, 0)
+    inside_of = {(plan.graph.alike[node.name], plan.strategies[node.name]): node for node in plan.capture.nodes}
+    for (_, strategy), node in inside_of.items():
+        inside = plan.graph.collectives_inside(node, strategy, plan.mesh)
+        largest = max([largest, *(collective.bytes for way in inside for collective in way)])
+    return max([largest, *(min(size, BUCKET_BYTES) for size in joined.values())])

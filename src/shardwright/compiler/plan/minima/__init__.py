@@ -1,1 +1,0 @@
-"""Finds the least of a sum of tables over discrete variables, whatever they stand for."""

@@ -1,0 +1,1 @@
+"""The searches: from a space of choices to the choice with the least cost."""

@@ -1,0 +1,388 @@
+"""The exact minimum of a sum of tables over discrete variables, by variable elimination.
+
+    minimise   sum over tables t of  t[x at the variables of t]     over all assignments x
+
+Eliminating a variable adds up the tables that mention it, minimises over it, and leaves one table over its
+neighbours (Bertele and Brioschi, *Nonserial Dynamic Programming*, 1972). The next variable is always the one whose
+table is smallest. On the graphs of neural networks, which are nearly trees, the tables stay small. Before one is made
+that would not, `TooWide` is raised, never an answer that is not the minimum: `narrow.py` then leaves values out first.
+
+Equal layers bring the same arrays, and what is made of the same arrays in the same way is made once: the eliminations
+of a layer are worked out for one layer, whatever each layer then chooses. Among equal tables the variable comes first
+around which least was eliminated. Of a chain of equal layers every second variable goes in the first round, every
+second one of the rest in the next: a round needs one product of tables, so that the depth enters by its logarithm.
+The order follows from the scopes of the tables alone, and is found once for all prices of a byte.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwright.errors import PlanError
+
+Costs = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.intp]
+
+
+@dataclass(frozen=True)
+class Table:
+    """The costs of the choices of a few variables: one dim per variable of ``scope``; infinity forbids."""
+
+    scope: tuple[int, ...]
+    costs: Costs
+
+    def at(self, picked: Sequence[int]) -> float:
+        """Return the cost where every variable has the value that was picked for it."""
+        return float(self.costs[tuple(picked[v] for v in self.scope)])
+
+
+@dataclass(frozen=True)
+class Minimum:
+    """A choice for every variable, what it costs, and what no choice is below."""
+
+    cost: float
+    bound: float
+    picked: list[int]
+
+
+def cost_at(tables: Iterable[Table], picked: Sequence[int]) -> float:
+    """Return the sum of the tables where every variable has the value that was picked for it."""
+    return sum(table.at(picked) for table in tables)
+
+
+def without_singles(tables: Sequence[Table], domains: Sequence[int]) -> list[Table]:
+    """The same costs over the variables that have a choice; what is one array stays one array."""
+    reshaped: dict[tuple[int, tuple[int, ...]], Costs] = {}
+    found = []
+    singles = {variable for variable, size in enumerate(domains) if size == 1}
+    for table in tables:
+        if singles.isdisjoint(table.scope):
+            found.append(table)
+            continue
+        scope = tuple(v for v in table.scope if domains[v] != 1)
+        shape = tuple(domains[v] for v in scope)
+        same = reshaped.setdefault((id(table.costs), shape), table.costs.reshape(shape))
+        found.append(Table(scope, same))
+    return found
+
+
+def among(values: Sequence[Indices], tables: Sequence[Table], known: dict[Hashable, Costs]) -> list[Table]:
+    """The tables for some values of every variable alone; equal ones are one array, and kept in ``known``."""
+    found = []
+    for table in tables:
+        key = "among", id(table.costs), tuple(values[v].tobytes() for v in table.scope)
+        if key not in known:
+            known[key] = table.costs[np.ix_(*(values[v] for v in table.scope))]
+        found.append(Table(table.scope, known[key]))
+    return found
+
+
+def join(tables: Sequence[Table], scope: tuple[int, ...], domains: Sequence[int]) -> Costs:
+    """The sum of the tables, over all variables of ``scope``."""
+    joined: Costs = np.zeros([1 for _ in scope])
+    for table in tables:
+        more = aligned(table, scope)
+        shape = np.broadcast_shapes(joined.shape, more.shape)
+        joined = np.add(joined, more, out=joined if joined.shape == shape else np.empty(shape))
+    return np.broadcast_to(joined, [domains[v] for v in scope])
+
+
+def aligned(table: Table, scope: Sequence[int]) -> Costs:
+    """The costs with a dim for every variable of ``scope``, of one entry for those that the table does not mention."""
+    ordered = table.costs.transpose([table.scope.index(v) for v in scope if v in table.scope])
+    sizes = iter(ordered.shape)
+    return ordered.reshape([next(sizes) if v in table.scope else 1 for v in scope])
+
+
+LIMIT = 1_000_000
+"""The largest table that is built, in entries: to leave values out takes less time than larger ones."""
+
+# As many entries of it are there at a time, which a processor's caches hold.
+SLAB = 1 << 18
+
+
+class TooWide(PlanError):
+    """The smallest next table would exceed the limit of entries."""
+
+
+def minimise(domains: Sequence[int], tables: Sequence[Table], limit: int = LIMIT) -> tuple[float, list[int]]:
+    """The minimum and an assignment that attains it; among equals, the first value of a variable is preferred.
+
+    Args:
+        domains: the number of values of every variable.
+        limit: the largest table that may be built, in entries.
+
+    Raises:
+        PlanError: where every assignment has infinite cost.
+        TooWide: where a table would be larger than ``limit``.
+    """
+    # A variable of one value widens no table: nothing would keep the dims of tables below numpy's limit of 64.
+    tables = without_singles(tables, domains)
+    order = _steps(tuple(domains), tuple(table.scope for table in tables), limit)
+    if order.wider:
+        raise TooWide(f"the search would need a table of {order.wider:,} entries")
+    rest = _eliminated(order, tables, domains)
+    if not math.isfinite(rest.total):
+        raise PlanError("no assignment is possible: every combination is forbidden")
+    return rest.total, rest.completed([0] * len(domains))
+
+
+def without_narrow(domains: Sequence[int], tables: Sequence[Table], limit: int) -> Reduced:
+    """The same problem without the variables around which no table has more entries than ``limit``."""
+    tables = without_singles(tables, domains)
+    return _eliminated(_steps(tuple(domains), tuple(table.scope for table in tables), limit), tables, domains)
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """The problem after some variables were eliminated: tables over the others, and a constant cost.
+
+    The best value of the variable of each step follows from those of its neighbours, by the tables of the step:
+    ``summed`` has the costs of these, as one tuple where several steps have the same.
+    """
+
+    total: float
+    tables: tuple[Table, ...]
+    steps: tuple[_Elimination, ...]
+    summed: tuple[tuple[Costs, ...], ...]
+
+    def completed(self, picked: Sequence[int]) -> list[int]:
+        """The same assignment with the best value for every variable that was eliminated."""
+        found = [*picked]
+        known: dict[tuple[int, tuple[int, ...]], int] = {}
+        for step, of in zip(reversed(self.steps), reversed(self.summed), strict=True):
+            key = id(of), tuple([found[v] for v in step.neighbours])
+            if (best := known.get(key)) is None:
+                best = known[key] = _best(step, of, found)
+            found[step.variable] = best
+        return found
+
+
+def _eliminated(order: _Eliminations, tables: Sequence[Table], domains: Sequence[int]) -> Reduced:
+    """Return the problem after these eliminations."""
+    total = sum(float(table.costs) for table in tables if not table.scope)
+    every, found = [table.costs for table in tables], []
+    # Cached by the identity of the tables, which are held, and by the places of variables in them: their sizes are the
+    # tables' own.
+    known: dict[Hashable, tuple[tuple[Costs, ...], Costs]] = {}
+    for step in order.steps:
+        touching = tuple([every[number] for number in step.tables])
+        made_of = step.kind, *map(id, touching)
+        if (made := known.get(made_of)) is None:
+            of = [Table(scope, costs) for scope, costs in zip(step.scopes, touching, strict=True)]
+            made = known[made_of] = touching, _least(of, (*step.neighbours, step.variable), domains)
+        found.append(made[0])
+        every.append(made[1])
+        if not step.neighbours:
+            total += float(made[1])
+    left = [Table(scope, every[number]) for number, scope in order.left]
+    return Reduced(total, tuple(left), order.steps, tuple(found))
+
+
+def _best(step: _Elimination, summed: Sequence[Costs], picked: Sequence[int]) -> int:
+    """The best value of the variable of a step by those that were picked around it."""
+    row: Costs = np.zeros(1)
+    for scope, costs in zip(step.scopes, summed, strict=True):
+        row = row + costs[tuple([slice(None) if v == step.variable else picked[v] for v in scope])]
+    return int(row.argmin())
+
+
+def widest(
+    domains: Sequence[int], scopes: tuple[tuple[int, ...], ...], enough: float = math.inf
+) -> tuple[int, tuple[int, ...]]:
+    """The size and the scope of the largest table that `minimise` would build, from the scopes alone.
+
+    Of those that are larger than ``enough`` it is the first.
+    """
+    largest: tuple[int, tuple[int, ...]] = 1, ()
+    order = _Order(domains, scopes)
+    while (following := order.next()) is not None:
+        entries, _, variable = following
+        together = order.eliminate(variable)
+        if entries > largest[0]:
+            largest = entries, tuple(sorted((variable, *together)))
+        if entries > enough:
+            break
+    return largest
+
+
+def settling(domains: Sequence[int], scopes: tuple[tuple[int, ...], ...], limit: float) -> Iterator[int]:
+    """Variables without whose choice no table is larger than ``limit`` in the order that there is then.
+
+    Of those that a table which is larger ties together, it is the one that most others are tied to.
+    """
+    order, tied = _Order(domains, scopes), _neighbours(scopes)
+    while (following := order.next()) is not None:
+        entries, _, variable = following
+        if entries <= limit:
+            order.eliminate(variable)
+        else:
+            several = (variable, *sorted(order.near[variable]))
+            chosen = max(several, key=lambda v: len(tied[v]))
+            order.settle(chosen)
+            yield chosen
+
+
+@lru_cache(maxsize=8)  # of searches at several prices tables have the same scopes
+def _neighbours(scopes: tuple[tuple[int, ...], ...]) -> dict[int, frozenset[int]]:
+    """The other variables that each is in a table with.
+
+    Cached by the scopes, of which it is a function; callers read it alone.
+    """
+    near: dict[int, set[int]] = defaultdict(set)
+    for scope in scopes:
+        for variable in scope:
+            near[variable].update(scope)
+    return {variable: frozenset(around - {variable}) for variable, around in near.items()}
+
+
+class _Order:
+    """In which order variables are eliminated: by the size of their table, then by age, then by number.
+
+    Variables of one value are none. The age of a variable is how many of those around it went one after the other.
+    """
+
+    def __init__(self, domains: Sequence[int], scopes: tuple[tuple[int, ...], ...]) -> None:
+        self._domains = domains
+        single = frozenset(variable for variable, size in enumerate(domains) if size == 1)
+        tied = _neighbours(scopes)
+        self.near = {variable: {*(around - single)} for variable, around in tied.items() if variable not in single}
+        """The variables around each that is left."""
+        self._ranks = {
+            variable: (math.prod([domains[v] for v in around], start=domains[variable]), 0)
+            for variable, around in self.near.items()
+        }
+        self._heap = [(*rank, variable) for variable, rank in self._ranks.items()]
+        heapq.heapify(self._heap)
+
+    def next(self) -> tuple[int, int, int] | None:
+        """The entries of the smallest table, the age of its variable, and that; None where none is left."""
+        while self._heap:
+            entries, age, variable = self._heap[0]
+            if self._ranks.get(variable) == (entries, age):
+                return entries, age, variable
+            heapq.heappop(self._heap)  # its table or its age is no longer this
+        return None
+
+    def eliminate(self, variable: int) -> set[int]:
+        """Eliminate a variable, which ties all around it to each other; these."""
+        entries, age = self._ranks.pop(variable)
+        together, domains, size = self.near.pop(variable), self._domains, self._domains[variable]
+        for v in together:
+            around = self.near[v]
+            around.discard(variable)
+            more = together - around
+            more.discard(v)
+            entries, old = self._ranks[v]
+            entries //= size
+            for new in more:
+                entries *= domains[new]
+            around |= more
+            self._ranks[v] = rank = entries, max(age, old) + 1
+            heapq.heappush(self._heap, (*rank, v))
+        return together
+
+    def settle(self, variable: int) -> None:
+        """Take a variable away as if it had one value."""
+        del self._ranks[variable]
+        for v in self.near.pop(variable):
+            self.near[v].discard(variable)
+            entries, age = self._ranks[v]
+            self._ranks[v] = rank = entries // self._domains[variable], age
+            heapq.heappush(self._heap, (*rank, v))
+
+
+@dataclass(frozen=True)
+class _Elimination:
+    """The elimination of a variable: of which tables, by their numbers, and over which neighbours one is left.
+
+    ``kind`` is the same for steps whose tables mention the variables in the same places.
+    """
+
+    variable: int
+    neighbours: tuple[int, ...]
+    entries: int
+    tables: tuple[int, ...]
+    scopes: tuple[tuple[int, ...], ...]
+    kind: int
+
+
+@dataclass(frozen=True)
+class _Eliminations:
+    """The order in which variables are eliminated; each step leaves a table, which has the next number.
+
+    ``left`` are numbers and scopes of the tables that are there at the end. It comes before a table would be too wide:
+    as many entries as the smallest would have are ``wider``, else 0.
+    """
+
+    steps: tuple[_Elimination, ...]
+    left: tuple[tuple[int, tuple[int, ...]], ...]
+    wider: int
+
+
+@lru_cache(maxsize=64)  # at each price of a byte tables have the same scopes
+def _steps(domains: tuple[int, ...], scopes: tuple[tuple[int, ...], ...], limit: float) -> _Eliminations:
+    """The order in which variables are eliminated while no table has more entries than ``limit``.
+
+    Cached by whole numbers, of which it is a function: costs do not enter.
+    """
+    every = list(scopes)
+    pending: dict[int, dict[int, None]] = defaultdict(dict)
+    for number, scope in enumerate(scopes):
+        for variable in scope:
+            pending[variable][number] = None
+    order = _Order(domains, scopes)
+    found: list[_Elimination] = []
+    kinds: dict[Hashable, int] = {}
+    wider = 0
+    while (following := order.next()) is not None:
+        entries, _, variable = following
+        if entries > limit:
+            wider = entries
+            break
+        touching = pending.pop(variable)
+        neighbours = tuple(sorted(order.eliminate(variable)))
+        for number in touching:
+            for v in every[number]:
+                if v != variable:
+                    del pending[v][number]
+        for v in neighbours:
+            pending[v][len(every)] = None
+        every.append(neighbours)
+        places = (*neighbours, variable)
+        own = tuple(every[of] for of in touching)
+        kind = kinds.setdefault(tuple(tuple(places.index(v) for v in scope) for scope in own), len(kinds))
+        found.append(_Elimination(variable, neighbours, entries, tuple(touching), own, kind))
+    gone = {number for step in found for number in step.tables}
+    left = tuple((number, scope) for number, scope in enumerate(every) if scope and number not in gone)
+    return _Eliminations(tuple(found), left, wider)
+
+
+def _least(tables: Sequence[Table], order: tuple[int, ...], domains: Sequence[int]) -> Costs:
+    """The sum of the tables at the best value of the last variable of ``order``, by those of the others."""
+    entries = math.prod([domains[v] for v in order])
+    at = next((i for i, v in enumerate(order[:-1]) if domains[v] > 1), None)
+    if at is None or entries <= SLAB:
+        return np.asarray(join(tables, order, domains).min(axis=-1))
+    size = domains[order[at]]
+    rows = max(1, SLAB * size // entries)
+    found = [_least(*_slab(tables, order, domains, at, slice(i, min(i + rows, size)))) for i in range(0, size, rows)]
+    return np.concatenate(found, axis=at)
+
+
+def _slab(
+    tables: Sequence[Table], order: tuple[int, ...], domains: Sequence[int], at: int, some: slice
+) -> tuple[list[Table], tuple[int, ...], list[int]]:
+    """The same for some values of a variable."""
+    variable, sizes = order[at], [*domains]
+    sizes[variable] = some.stop - some.start
+    cut = [Table(t.scope, t.costs[tuple(some if v == variable else slice(None) for v in t.scope)]) for t in tables]
+    return cut, order, sizes

@@ -1,0 +1,392 @@
+"""The search for a plan as a problem over discrete variables, and its solution.
+
+Variables: the strategy of every operator, the layout of every leaf that is free, and for every value with several
+consumers a *shared target*: the redistribution that those consumers have in common and that is made once.
+
+    minimise   sum over operators n:            operator(n, s_n)
+             + sum over values v, consumers c:  transfer(layout of v, target of c), unless that is v's shared target
+             + sum over values v:               transfer(layout of v, shared target of v)
+             + sum over leaves l:               leaf(layout of l)
+
+The first two lines alone would charge the gradient reduction of a transformer's hidden state three times, for q, k
+and v. A value that would share two different targets is charged too much for the second: the objective is then an
+upper bound of the plan's cost, else it is equal to it.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwright.compiler.capture.ir import Node, Value
+from shardwright.compiler.mesh.layout import Layout
+from shardwright.compiler.mesh.mesh import Mesh
+from shardwright.compiler.mesh.redistribute import possible
+from shardwright.compiler.plan.pricing.cost import Objective, operator_collectives
+from shardwright.compiler.plan.pricing.graph import RuledGraph, Target, Use, each_made_by, targets_of
+from shardwright.compiler.plan.pricing.pairs import pairs_on
+from shardwright.compiler.plan.search.bounds import WarmStart
+from shardwright.compiler.plan.search.choices import Space
+from shardwright.compiler.plan.search.exact import Costs, Indices, Minimum, Table, among, cost_at
+from shardwright.compiler.plan.search.narrow import ENOUGH, least
+from shardwright.compiler.rules.notation import Strategy
+from shardwright.errors import PlanError
+
+# Larger three-way tables are not worth their sharing: the consumers of such a value are charged singly.
+SHARING_LIMIT = 4_000_000
+
+T = TypeVar("T")
+
+
+class CostCache:
+    """A cache of costs and layouts by the facts that they follow from: equal layers share whole arrays.
+
+    All searches on one mesh for one objective share it, whatever each may choose: none prices again what another has.
+
+    Rules and lists of strategies are told apart by identity, as equal ones are one object in a `RuledGraph` and a
+    `Space`, and held, so that no other object has theirs. Cached by these and by what else the function reads that is
+    called where nothing is known: of an operator the number of those that are alike, of a value shape, dtype, whether
+    it has a gradient and whether it is a parameter.
+    """
+
+    def __init__(self, graph: RuledGraph, objective: Objective, mesh: Mesh) -> None:
+        self.graph, self.objective, self.mesh = graph, objective, mesh
+        self.pairs = pairs_on(objective, mesh)
+        self._kept: dict[int, object] = {}  # so that no identity is given to another object
+        self._operators: dict[Hashable, Costs] = {}
+        self._prices: dict[Hashable, dict[Strategy, float]] = {}
+        self._layouts: dict[Hashable, tuple[Layout, ...]] = {}
+        self._targets: dict[Hashable, tuple[Target, ...]] = {}
+        self._same: dict[tuple[Target, ...], tuple[Target, ...]] = {}
+        self._leaves: dict[Hashable, Costs] = {}
+        self._arrays: dict[Hashable, Costs] = {}
+        self._edges: dict[Hashable, EdgeTables] = {}
+        self._buffers: dict[Hashable, Costs] = {}
+        self._alone: dict[Any, Any] = {}
+
+    def alone(self, choice: T) -> tuple[T, ...]:
+        """A list of choices that has one alone: equal ones are one object."""
+        found: tuple[T, ...] = self._alone.setdefault(choice, (choice,))
+        return found
+
+    def operator(self, node: Node, strategies: Sequence[Strategy]) -> Costs:
+        """Return the cost of an operator under each strategy."""
+        return self._operator(self.objective.operator, node, strategies)
+
+    def forward(self, node: Node, strategies: Sequence[Strategy]) -> Costs:
+        """Return the cost of one more forward of an operator under each strategy."""
+        return self._operator(self.objective.forward, node, strategies)
+
+    def largest_inside(self, node: Node, strategies: Sequence[Strategy]) -> Costs:
+        """The bytes of the largest buffer that an operator communicates inside itself, under each strategy."""
+        return self._operator(_largest_inside, node, strategies)
+
+    def _operator(self, cost: Callable[..., float], node: Node, strategies: Sequence[Strategy]) -> Costs:
+        key = cost.__name__, self.graph.alike[node.name], self._identity(strategies)
+        if key not in self._operators:
+            prices = self._prices.setdefault(key[:2], {})
+            found = [prices.get(strategy) for strategy in strategies]
+            for at, strategy in enumerate(strategies):
+                if found[at] is None:
+                    found[at] = prices[strategy] = cost(self.graph, node, strategy, self.mesh)
+            self._operators[key] = np.array(found)
+        return self._operators[key]
+
+    def layouts(self, node: Node, index: int, strategies: Sequence[Strategy]) -> tuple[Layout, ...]:
+        """The layout of a result under each strategy."""
+        rule, shape = self.graph.rules[node.name], self.graph.capture.values[node.results[index]].shape
+        key = self._identity(rule), self._identity(strategies), index, shape
+        if key not in self._layouts:
+            self._layouts[key] = each_made_by(self.graph, node, index, strategies, self.mesh)
+        return self._layouts[key]
+
+    def targets(self, use: Use, strategies: Sequence[Strategy]) -> tuple[Target, ...]:
+        """Return what an operand must be under each strategy of its operator."""
+        rule, value = self.graph.rules[use.node.name], self.graph.capture.values[use.node.operands[use.index]]
+        key = self._identity(rule), self._identity(strategies), use.index, value.shape, value.needs_gradient
+        if key not in self._targets:
+            made = targets_of(self.graph, use.node, use.index, strategies, self.mesh)
+            self._targets[key] = self._same.setdefault(made, made)  # equal ones are one object
+        return self._targets[key]
+
+    def leaf(self, value: Value, layouts: Sequence[Layout]) -> Costs:
+        """Return the cost of holding a leaf in each layout."""
+        key = _alike(value), self._identity(layouts)
+        if key not in self._leaves:
+            self._leaves[key] = np.array([self.objective.leaf(value, layout, self.mesh) for layout in layouts])
+        return self._leaves[key]
+
+    def edges(self, facts: Value, layouts: tuple[Layout, ...], demanded: Sequence[tuple[Target, ...]]) -> EdgeTables:
+        """Return the cost of a value from each layout to each target, of which each consumer has some ``demanded``."""
+        key = _alike(facts), self._identity(layouts), tuple(self._identity(targets) for targets in demanded)
+        if key not in self._edges:
+            kinds, targets = tuple(dict.fromkeys(layouts)), tuple(dict.fromkeys(itertools.chain(*demanded)))
+            at = {layout: i for i, layout in enumerate(kinds)}
+            costs = self.array(facts, kinds, targets)[[at[layout] for layout in layouts]]
+            self._edges[key] = _edges(costs, targets, demanded)
+        return self._edges[key]
+
+    def array(self, facts: Value, layouts: tuple[Layout, ...], targets: tuple[Target, ...]) -> Costs:
+        """Return the cost of bringing a value from each layout to each target."""
+        key = _alike(facts), layouts, targets
+        if key not in self._arrays:
+            self._arrays[key] = self.pairs.costs(facts, layouts, targets)
+        return self._arrays[key]
+
+    def largest_buffers(self, facts: Value, layouts: tuple[Layout, ...], targets: tuple[Target, ...]) -> Costs:
+        """The bytes of the largest buffer on a value's way from each layout to each target."""
+        key = _alike(facts), self._identity(layouts), self._identity(targets)
+        if key not in self._buffers:
+            self._buffers[key] = self.pairs.buffers(facts, layouts, targets)
+        return self._buffers[key]
+
+    def _identity(self, kept: object) -> int:
+        self._kept[id(kept)] = kept
+        return id(kept)
+
+
+def _largest_inside(graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> float:
+    return max((c.bytes for c in operator_collectives(graph, node, strategy, mesh)), default=0)
+
+
+def _alike(facts: Value) -> Hashable:
+    """Return what the cost of a transfer reads of a value."""
+    return facts.shape, facts.dtype, facts.needs_gradient, facts.kind == "parameter"
+
+
+@dataclass(frozen=True)
+class EdgeTables:
+    """The tables of a value: over its producer and each consumer, and where a target is shared, over the hub, too.
+
+    Consumers cannot see which target another demands. A variable between them, the hub, settles which target is paid
+    for once; who demands that one pays nothing, every other pays for itself.
+    """
+
+    hub: Costs | None  # producer x hub; the hub's last choice: nothing is shared
+    consumers: tuple[Costs, ...]  # producer x consumer, or producer x consumer x hub
+    shared: tuple[Target, ...] = ()  # what each choice of the hub but the last stands for
+
+
+def _edges(costs: Costs, targets: Sequence[Target], demanded: Sequence[tuple[Target, ...]]) -> EdgeTables:
+    """The tables for a value whose way to each target costs ``costs``, by the producer's choices."""
+    column = {target: at for at, target in enumerate(targets)}
+    columns = [np.array([column[target] for target in of]) for of in demanded]
+    shared = _shareable(costs, columns)
+    if not shared:
+        return EdgeTables(None, tuple(costs[:, at] for at in columns))
+    free = [at[:, None] == np.array([*shared, -1]) for at in columns]  # consumer x hub
+    cubes = (np.where(f[None], 0.0, costs[:, at][:, :, None]) for at, f in zip(columns, free, strict=True))
+    hub = np.concatenate([costs[:, shared], np.zeros((len(costs), 1))], axis=1)
+    return EdgeTables(hub, tuple(cubes), tuple(targets[at] for at in shared))
+
+
+def _shareable(costs: Costs, columns: Sequence[npt.NDArray[np.intp]]) -> list[int]:
+    """The columns of targets that at least two consumers may demand and that may cost something."""
+    demanded = [int(at) for consumer in columns for at in dict.fromkeys(consumer.tolist())]
+    finite = np.where(np.isfinite(costs), costs, 0.0).max(axis=0)
+    shared = [at for at in dict.fromkeys(demanded) if demanded.count(at) > 1 and finite[at] > 0]
+    widest = max((len(consumer) for consumer in columns), default=0)
+    return shared if len(costs) * widest * (len(shared) + 1) <= SHARING_LIMIT else []
+
+
+Solution = tuple[float, dict[str, Strategy], dict[str, Layout]]
+"""A cost, strategies by operator, layouts by leaf."""
+
+
+class Problem:
+    """The variables and tables of some operators of a space.
+
+    Args:
+        nodes: the names of the operators that are variables.
+        priced: those of them whose own cost counts; by default all.
+        values: whose ways to these operators count; by default those of all that these operators make or read.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        known: CostCache,
+        nodes: Set[str],
+        *,
+        priced: Set[str] | None = None,
+        values: Set[str] | None = None,
+    ) -> None:
+        self.space = space
+        self.known = known
+        self.tables: list[Table] = []
+        self.domains: list[int] = []
+        self._left: list[Indices] | None = None  # of each variable, where not all of its values are searched
+        self._read_by: dict[str, list[tuple[int, tuple[Target, ...]]]] = {}
+        graph = space.graph
+        chosen = [node for node in graph.capture.nodes if node.name in nodes]
+        self.node_variables = {node.name: self._variable(len(space.strategies[node.name])) for node in chosen}
+        self.leaf_variables = {name: self._variable(len(layouts)) for name, layouts in space.leaves.items()}
+        for node in chosen:
+            if priced is None or node.name in priced:
+                costs = known.operator(node, space.strategies[node.name])
+                self.tables.append(Table((self.node_variables[node.name],), costs))
+        for name, layouts in space.leaves.items():
+            costs = known.leaf(graph.capture.values[name], layouts)
+            self.tables.append(Table((self.leaf_variables[name],), costs))
+        self.hubs: dict[str, tuple[int, tuple[Target, ...]]] = {}
+        """What values are shared by a hub: the variable, and the targets that its choices stand for."""
+        for value in graph.capture.values if values is None else values:
+            if value in self.leaf_variables or graph.producers[value][0].name in nodes:
+                self._add_transfers(value)
+        self.block_variables = {block.name: self._variable(2) for block in space.blocks}
+        """Whether the inside of a block is kept, or computed again by the backward."""
+
+    def solved(self) -> Solution:
+        """The least cost, and the strategies and layouts that attain it."""
+        found = self.minimum()
+        return found.cost, *self.decided(found.picked)
+
+    def minimum(
+        self,
+        more: Sequence[Table] = (),
+        *,
+        forbidding: Sequence[Table] = (),
+        below: float = math.inf,
+        enough: float = ENOUGH,
+    ) -> Minimum:
+        """The least cost with ``more`` tables over the same variables, and what attains it, by variable.
+
+        What is learned of choices is of use for other tables, as at the next price of a byte; not so with
+        ``forbidding`` tables, which hold for this time. A gap of ``enough``, as a share, is worth no further round.
+
+        Raises:
+            NothingBelow: where no choice was found that costs less than ``below``.
+        """
+        learned = self._learned.copied() if forbidding else self._learned
+        if self._left is None:
+            return least(self.domains, [*self.tables, *more, *forbidding], below=below, enough=enough, learned=learned)
+        tables = [*self._tables_left, *among(self._left, [*more, *forbidding], {})]
+        found = least([len(of) for of in self._left], tables, below=below, enough=enough, learned=learned)
+        return replace(found, picked=[int(of[i]) for of, i in zip(self._left, found.picked, strict=True)])
+
+    @cached_property
+    def _learned(self) -> WarmStart:
+        """Return what searches of these variables have learned, to which each adds.
+
+        Cached with the values that are left, which stay the same: `among` makes another.
+        """
+        return WarmStart.nothing(self.domains if self._left is None else [len(of) for of in self._left])
+
+    @cached_property
+    def _tables_left(self) -> list[Table]:
+        """Return the tables for the values that are left.
+
+        Cached with these: tables are added before the first search alone, and `among` makes another.
+        """
+        return among(self._left, self.tables, {}) if self._left is not None else self.tables
+
+    def among(self, left: Mapping[str, Indices]) -> Problem:
+        """The same variables and tables, of which some values alone are searched: of operators those that are ``left``.
+
+        Of what consumers may share that is left which two of them may still demand.
+        """
+        found = copy.copy(self)
+        found.__dict__ = {name: of for name, of in vars(self).items() if name not in ("_learned", "_tables_left")}
+        found._left = [np.arange(size) for size in self.domains]
+        for name, variable in self.node_variables.items():
+            found._left[variable] = left[name]
+        for value, (variable, shared) in self.hubs.items():
+            options = ({targets[i] for i in found._left[v].tolist()} for v, targets in self.consumers(value))
+            demanded = Counter(target for of in options for target in of)
+            two = [i for i, target in enumerate(shared) if demanded[target] > 1]
+            found._left[variable] = np.array([*two, len(shared)])
+        return found
+
+    def picked(self, strategies: Mapping[str, Strategy], leaves: Mapping[str, Layout], blocks: Set[str]) -> list[int]:
+        """The values of the variables under decisions; of those between consumers of a value the first."""
+        found = [0] * len(self.domains)
+        for name, variable in self.node_variables.items():
+            found[variable] = self.space.strategies[name].index(strategies[name])
+        for name, variable in self.leaf_variables.items():
+            found[variable] = self.space.leaves[name].index(leaves[name])
+        for name, variable in self.block_variables.items():
+            found[variable] = int(name in blocks)
+        return found
+
+    def cost_of(self, picked: Sequence[int]) -> float:
+        """Return the cost of a choice for every variable."""
+        return cost_at(self.tables, picked)
+
+    def decided(self, picked: Sequence[int]) -> tuple[dict[str, Strategy], dict[str, Layout]]:
+        """The strategies and layouts that were picked."""
+        strategies = {name: self.space.strategies[name][picked[i]] for name, i in self.node_variables.items()}
+        return strategies, {name: self.space.leaves[name][picked[i]] for name, i in self.leaf_variables.items()}
+
+    def demand_no_sums(self, makers: Set[str]) -> None:
+        """Forbid choices that need what other operators make, which are no variables here, as partial sums."""
+        graph = self.space.graph
+        for value, (maker, _) in graph.producers.items():
+            if maker.name in makers:
+                whole = Layout.replicated(len(graph.capture.values[value].shape))
+                for variable, targets in self.consumers(value):
+                    costs = [0.0 if possible(whole, target.layout) else math.inf for target in targets]
+                    self.tables.append(Table((variable,), np.array(costs)))
+
+    def _variable(self, size: int) -> int:
+        if size == 0:
+            raise PlanError("an operator or leaf has no possible choice")
+        self.domains.append(size)
+        return len(self.domains) - 1
+
+    def _add_transfers(self, value: str) -> None:
+        producer, layouts = self.produced(value)
+        if value in self.space.outputs:
+            self._add_output(value, producer, layouts)
+        consumers = self.consumers(value)
+        if not consumers:
+            return
+        facts = self.space.graph.capture.values[value]
+        edges = self.known.edges(facts, layouts, [targets for _, targets in consumers])
+        hub: tuple[int, ...] = ()
+        if edges.hub is not None:
+            hub = (self._variable(edges.hub.shape[1]),)
+            self.hubs[value] = hub[0], edges.shared
+            self.tables.append(Table((producer, *hub), edges.hub))
+        for (variable, _), costs in zip(consumers, edges.consumers, strict=True):
+            self.tables.append(Table((producer, variable, *hub), costs))
+
+    def _add_output(self, value: str, producer: int, layouts: tuple[Layout, ...]) -> None:
+        """A value that leaves the program is brought to its layout; a gradient comes back to the loss alone."""
+        capture = self.space.graph.capture
+        facts = capture.values[value]
+        if value != capture.loss:
+            facts = replace(facts, needs_gradient=False)
+        costs = self.known.array(facts, layouts, (Target(self.space.outputs[value]),))
+        self.tables.append(Table((producer,), costs[:, 0]))
+
+    def produced(self, value: str) -> tuple[int, tuple[Layout, ...]]:
+        """The variable that decides how a value is made or stored, and the layout under each of its choices."""
+        if value in self.leaf_variables:
+            return self.leaf_variables[value], tuple(self.space.leaves[value])
+        node, index = self.space.graph.producers[value]
+        return self.node_variables[node.name], self.known.layouts(node, index, self.space.strategies[node.name])
+
+    def consumers(self, value: str) -> list[tuple[int, tuple[Target, ...]]]:
+        """Return the readers of a value: the variable, and for each of its choices the target that it demands."""
+        if value not in self._read_by:
+            self._read_by[value] = self._consumers(value)
+        return self._read_by[value]
+
+    def _consumers(self, value: str) -> list[tuple[int, tuple[Target, ...]]]:
+        # An operator that reads a value twice alike pays once; equal targets are one object.
+        found: dict[tuple[int, int], tuple[int, tuple[Target, ...]]] = {}
+        for use in self.space.graph.uses[value]:
+            if use.node.name in self.node_variables:
+                targets = self.known.targets(use, self.space.strategies[use.node.name])
+                variable = self.node_variables[use.node.name]
+                found[variable, id(targets)] = variable, targets
+        return list(found.values())

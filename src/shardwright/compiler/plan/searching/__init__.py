@@ -1,1 +1,0 @@
-"""The searches: from what may be chosen to what is chosen."""

@@ -1,0 +1,119 @@
+"""What users get against every plan there is: over all meshes, with pins, parts of parameters, and work done again."""
+
+import contextlib
+import itertools
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from shardwright.compiler.capture.step import captured_step
+from shardwright.compiler.mesh.mesh import Mesh
+from shardwright.compiler.plan import make, meshes
+from shardwright.compiler.plan.pricing.cost import Seconds
+from shardwright.compiler.plan.pricing.hardware import shipped
+from shardwright.compiler.plan.pricing.memory import repeatable
+from shardwright.compiler.plan.request import PlanRequest
+from shardwright.compiler.plan.search.choices import OverBudget
+from shardwright.compiler.plan.searches import SEARCHES
+from shardwright.errors import PlanError
+from whole import true_cost
+
+HARDWARE = replace(shipped("h100"), ranks_per_host=2)
+OBJECTIVE = Seconds(HARDWARE)
+
+
+class Block(nn.Module):
+    """Keeps twice what it is given."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.product = nn.Linear(width, width, bias=False)
+
+    def forward(self, x):
+        return self.product(torch.tanh(x).sin())
+
+
+def captured(draw, pins):
+    rows, width = (2 ** draw.randint(4, 12) for _ in range(2))
+    with torch.device("meta"):
+        model = nn.Sequential(Block(width), Block(width))
+        return captured_step(model, lambda m, x: m(x).sum(), torch.zeros(rows, width), pins)
+
+
+def some(of, most, draw):
+    """Two of the most choices that anything has, the first of them among these, and one of fewer."""
+    return (of[0], draw.choice(of[1:])) if len(of) == most > 1 else (draw.choice(of),)
+
+
+@pytest.fixture
+def spaces(monkeypatch):
+    """What is searched, by mesh: of all strategies and layouts two."""
+    found, space_of = {}, meshes.space_of
+
+    def narrowed(graph, mesh, request, row):
+        space, alike = space_of(graph, mesh, request, row), {}
+        for kind in (space.strategies, space.leaves):
+            for of in kind.values():
+                alike.setdefault(id(of), some(of, max(map(len, kind.values())), random.Random(f"{mesh} {len(of)}")))
+        strategies = {name: alike[id(of)] for name, of in space.strategies.items()}
+        space = replace(space, strategies=strategies, leaves={n: alike[id(of)] for n, of in space.leaves.items()})
+        if row is SEARCHES["exact"]:
+            found[mesh] = space
+        return space
+
+    monkeypatch.setattr(meshes, "space_of", narrowed)
+    return found
+
+
+def every_plan(space, plan):
+    """All plans on a mesh that can be run: with each set of values gathered again, and of blocks computed again."""
+    for picked in itertools.product(*space.strategies.values(), *space.leaves.values()):
+        strategies, leaves = (
+            dict(zip(names, of, strict=True))
+            for names, of in (
+                (space.strategies, picked[: len(space.strategies)]),
+                (space.leaves, picked[len(space.strategies) :]),
+            )
+        )
+        one = replace(plan, mesh=space.mesh, strategies=strategies, leaves=leaves, outputs=space.outputs)
+        with contextlib.suppress(PlanError):  # no collectives lead from one layout to another
+            values = (t.value for t in one.transfers if repeatable(plan.capture.values[t.value], t.steps))
+            for again, recomputed in itertools.product(*map(sets, (values, (block.name for block in space.blocks)))):
+                yield replace(one, again=again).computing_again(recomputed)
+
+
+def sets(names):
+    each = list(dict.fromkeys(names))
+    return [frozenset(of) for count in range(len(each) + 1) for of in itertools.combinations(each, count)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(16))
+def test_no_plan_costs_less_than_what_is_found_or_than_its_bound(seed, spaces):
+    """Every second one with a pin. With a budget the best plan is between the bound and what is found."""
+    draw = random.Random(seed)
+    capture = captured(draw, {"1.product": ((2, 1), (1, 1))} if seed % 2 else {})
+    request = PlanRequest(Mesh.of(d=4 if seed < 12 else 6), hardware=HARDWARE)
+    free = make.make_plan(capture, request)
+    every = [plan for space in spaces.values() for plan in every_plan(space, free)]
+    least = min(true_cost(plan, OBJECTIVE) for plan in every)
+    assert free.cost == pytest.approx(least, rel=1e-9)
+    assert free.bound == pytest.approx(least, rel=1e-9)
+    make.make_plan(capture, replace(request, memory=1 << 50))  # with blocks in the spaces
+    every = [(of.held.total, true_cost(of, OBJECTIVE)) for space in spaces.values() for of in every_plan(space, free)]
+    held = sorted(size for size, _ in every)
+    for share in (0.001, 0.02, 0.2):
+        memory = held[int(share * len(held))]
+        optimum = min((cost for size, cost in every if size <= memory), default=math.inf)
+        try:
+            plan = make.make_plan(capture, replace(request, memory=memory))
+        except OverBudget:
+            continue
+        assert plan.held.total <= memory
+        assert plan.cost == pytest.approx(true_cost(plan, OBJECTIVE), rel=1e-9)
+        assert plan.bound <= optimum * (1 + 1e-9)
+        assert plan.bound <= plan.cost

@@ -1,0 +1,134 @@
+"""Elimination finds the minimum: against trying everything, and against integer programming."""
+
+import itertools
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.optimize import LinearConstraint, milp
+
+from shardwright.compiler.plan.search import exact
+from shardwright.compiler.plan.search.exact import Table, TooWide, cost_at, minimise, without_narrow
+from shardwright.errors import PlanError
+
+
+@st.composite
+def problems(draw):
+    domains = draw(st.lists(st.integers(1, 4), min_size=1, max_size=6))
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    scopes = draw(
+        st.lists(st.lists(st.integers(0, len(domains) - 1), max_size=3, unique=True).map(tuple), min_size=1, max_size=8)
+    )
+    return domains, [Table(s, random.integers(0, 20, [domains[v] for v in s]).astype(float)) for s in scopes]
+
+
+@given(problems(), st.sampled_from([1, 7, exact.SLAB]))
+def test_the_minimum_over_all_assignments(problem, slab):
+    """Also where tables are made in slabs."""
+    domains, tables = problem
+    best = min(cost_at(tables, x) for x in itertools.product(*map(range, domains)))
+    with mock.patch.object(exact, "SLAB", slab):
+        found, assignment = minimise(domains, tables)
+    assert found == best
+    assert cost_at(tables, assignment) == best
+
+
+@given(problems(), st.sampled_from([1, 4, 30]))
+def test_what_small_tables_decide_is_eliminated_and_follows_from_the_rest(problem, limit):
+    domains, tables = problem
+    rest = without_narrow(domains, tables, limit)
+    gone = {step.variable for step in rest.steps}
+    assert all(gone.isdisjoint(table.scope) for table in rest.tables)
+    assert all(step.entries <= limit for step in rest.steps)
+    found, assignment = minimise(domains, [*rest.tables, Table((), np.array(rest.total))])
+    assert found == minimise(domains, tables)[0] == cost_at(tables, rest.completed(assignment))
+
+
+def test_variables_without_a_choice_widen_no_table():
+    """As many as a table has dims at most, and more: what every operator is on one device."""
+    ring = [Table((v, (v + 1) % 90), np.array([[1.0]])) for v in range(90)]
+    chords = [Table((v, (v + k) % 90), np.array([[1.0]])) for v in range(90) for k in range(2, 45)]
+    assert minimise([1] * 90, ring + chords) == (90.0 * 44, [0] * 90)
+    tail = Table((90, 3, 91), np.array([[[5.0, 2.0]], [[7.0, 4.0]]]))
+    assert minimise([1] * 90 + [2, 2], [*ring, *chords, tail]) == (90.0 * 44 + 2, [0] * 91 + [1])
+
+
+def integer_program(domains, tables):
+    """The same minimum by HiGHS: a binary per variable's value and per table's entry, marginals tied together."""
+    columns = [(v, i) for v, n in enumerate(domains) for i in range(n)]
+    column = {key: at for at, key in enumerate(columns)}
+    costs = [0.0] * len(columns)
+    entries = {}
+    for number, table in enumerate(tables):
+        for index in np.ndindex(table.costs.shape):
+            entries[number, index] = len(costs)
+            costs.append(float(table.costs[index]))
+    rows, low, high = [], [], []
+
+    def add(terms, value):
+        row = np.zeros(len(costs))
+        for at, coefficient in terms:
+            row[at] += coefficient
+        rows.append(row)
+        low.append(value)
+        high.append(value)
+
+    for v, n in enumerate(domains):
+        add([(column[v, i], 1) for i in range(n)], 1)
+    for number, table in enumerate(tables):
+        for axis, v in enumerate(table.scope):
+            for i in range(domains[v]):
+                same = [(entries[number, index], 1) for index in np.ndindex(table.costs.shape) if index[axis] == i]
+                add([*same, (column[v, i], -1)], 0)
+        if not table.scope:
+            add([(entries[number, ()], 1)], 1)
+    solution = milp(
+        costs, constraints=LinearConstraint(np.array(rows), low, high), integrality=np.ones(len(costs)), bounds=(0, 1)
+    )
+    return solution.fun
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_integer_programming_agrees(seed):
+    random = np.random.default_rng(seed)
+    domains = [3, 4, 2, 3, 4, 3]
+    scopes = [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (0, 2), (1, 4, 5), (3,)]
+    tables = [Table(s, random.random([domains[v] for v in s])) for s in scopes]
+    assert minimise(domains, tables)[0] == pytest.approx(integer_program(domains, tables), abs=1e-7)
+
+
+def test_a_long_chain_is_linear():
+    random = np.random.default_rng(0)
+    tables = [Table((v, v + 1), random.random((20, 20))) for v in range(2000)]
+    found, assignment = minimise([20] * 2001, tables, limit=400)
+    assert found == pytest.approx(cost_at(tables, assignment))
+
+
+def test_what_is_forbidden_is_not_chosen():
+    table = np.array([[np.inf, 5.0], [1.0, np.inf]])
+    assert minimise([2, 2], [Table((0, 1), table)]) == (1.0, [1, 0])
+    with pytest.raises(PlanError, match="every combination is forbidden"):
+        minimise([2], [Table((0,), np.array([np.inf, np.inf]))])
+
+
+def test_too_wide_is_said_not_approximated():
+    random = np.random.default_rng(0)
+    tables = [Table((a, b), random.random((10, 10))) for a, b in itertools.combinations(range(6), 2)]
+    with pytest.raises(TooWide, match="1,000,000 entries"):
+        minimise([10] * 6, tables, limit=1000)
+
+
+@given(problems(), st.sampled_from([1, 4, 30]))
+def test_variables_are_settled_until_no_table_is_larger(problem, limit):
+    """And none where none is."""
+    domains, tables = problem
+    scopes, sizes, settled = tuple(table.scope for table in tables), [*domains], []
+    first = exact.widest(sizes, scopes)[0]
+    while exact.widest(sizes, scopes, limit)[0] > limit:
+        settled += (found := list(exact.settling(sizes, scopes, limit)))
+        sizes = [1 if v in found else size for v, size in enumerate(sizes)]
+    assert len(set(settled)) == len(settled)
+    assert bool(settled) == (first > limit)
+    assert all(domains[v] > 1 for v in settled)
