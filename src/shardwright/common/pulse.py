@@ -12,7 +12,7 @@ collective at the front of the queue. Asked by its supervisor, it also leaves he
 collectives.
 
 Without ``--stall-timeout`` nobody reads, and a rank writes into memory of its own. What a rank tells of its steps for
-people, loss and seconds, goes another way (`steps`).
+people, loss and seconds, goes another way (`step_lines`).
 """
 
 from __future__ import annotations

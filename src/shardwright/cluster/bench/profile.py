@@ -6,9 +6,9 @@ take turns in an order that is drawn anew in each round, so that a slow minute o
 median over the rounds counts. Devices are measured while all ranks compute.
 
 A program computes before each collective, and ranks that share cores then come to it one after the other; and it
-communicates by functions of autograd. What both add to the smallest size is added to all (`amid.py`).
+communicates by functions of autograd. What both add to the smallest size is added to all (`under_load`).
 
-Beside operators and collectives a step takes what optimizers, parameters and calls take (`around.py`).
+Beside operators and collectives a step takes what optimizers, parameters and calls take (`overheads`).
 
 How often each is timed follows from a budget of seconds and a first look. On slow links the largest sizes are left out,
 as the last segment of a curve goes on beyond the largest size that was timed.

@@ -25,7 +25,7 @@ LocationKind = Literal["waiting", "known", "stopped", "kernel", "unknown"]
 _BUSY = 0.5  # of a processor
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3\.\d+/|^<frozen |^<string>$")
 _OURS = re.compile(rf"/shardwright/(?:{'|'.join(package.WINGS)}|__main__)(?:/\w+)*\.py$")
-_PROGRAM = "<program of rank "  # the file name of a local program (`run.execute`)
+_PROGRAM = "<program of rank "  # the file name of a local program (`runtime`)
 _WRAPPERS = frozenset({"wrapper", "_wrapper", "inner", "_call_impl", "_wrapped_call_impl", "__call__"})
 
 

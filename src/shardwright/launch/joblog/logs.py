@@ -78,7 +78,7 @@ class RankLogs:
     """stdout and stderr of every rank of a job. A disk that is full is reported once, and stops nobody.
 
     ``begin`` is the line with which the output of a restart begins. With ``kept`` the files are on the hosts of the
-    ranks (`kept_logs`), and here are the ends of what they wrote alone; ``host`` names the host of a rank.
+    ranks (`RetainedLogs`), and here are the ends of what they wrote alone; ``host`` names the host of a rank.
     """
 
     def __init__(
