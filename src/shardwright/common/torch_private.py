@@ -140,7 +140,7 @@ def add_gloo_inside(group: dist.ProcessGroup, gloo: dist.ProcessGroupGloo) -> No
 
 
 def flight_recorder() -> bytes | str:
-    """What torch has recorded of collectives, as JSON: its documented way is to write files when a job is given up."""
+    """Return what torch has recorded of collectives, as JSON; its documented way is to write files."""
     c10d: Any = torch._C._distributed_c10d
     dump = getattr(c10d, "_dump_nccl_trace_json", None) or c10d._dump_fr_trace_json
     found: bytes | str = dump()
@@ -193,15 +193,19 @@ def assert_on_device(condition: torch.Tensor, text: str) -> None:
 
 
 def backward_number() -> int:
-    """Which backward this process is in: hooks cannot tell a second one from a second loss of the same one, for which
-    torch's own hooks on several tensors ask the same."""
+    """Return the number of the backward that runs: hooks cannot tell a second one from a second loss of the same one.
+
+    Torch's own hooks on several tensors ask the same.
+    """
     number: int = torch._C._current_graph_task_id()
     return number
 
 
 def gradients_are_returned(leaf: torch.Tensor) -> bool:
-    """Whether the backward that runs was asked for by `torch.autograd.grad`, which leaves nothing at ``leaf``: torch
-    tells it by an error, and only to who asks for a leaf."""
+    """Return whether `torch.autograd.grad` asked for the backward that runs, which then leaves nothing at ``leaf``.
+
+    Torch tells it by an error, and only to who asks for a leaf.
+    """
     node = torch.autograd.graph.get_gradient_edge(leaf).node
     try:
         torch._C._will_engine_execute_node(node)
@@ -240,14 +244,14 @@ def empty_like_on(tensor: torch.Tensor, device: torch.device, mode: FakeTensorMo
 
 
 def _unwrapped(tensor: Any) -> Any:
-    """What transforms of ``torch.func`` have wrapped."""
+    """Return what transforms of ``torch.func`` have wrapped."""
     while isinstance(tensor, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one without storage."""
+    """Return whether a tensor is one without storage."""
     return isinstance(_unwrapped(tensor), FakeTensor)
 
 
@@ -265,7 +269,7 @@ def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def has_no_value(tensor: Any) -> bool:
-    """Whether a tensor is one without storage whose value is not known as a constant either."""
+    """Return whether a tensor is one without storage whose value is not known as a constant either."""
     tensor = _unwrapped(tensor)
     return isinstance(tensor, FakeTensor) and tensor.constant is None
 
@@ -281,13 +285,13 @@ def is_transformed(tensor: Any) -> bool:
 
 
 def has_unknown_size(tensor: torch.Tensor) -> bool:
-    """Whether a size of a tensor without storage depends on values of tensors, and not on sizes of the batch alone."""
+    """Return whether a size of a tensor without storage depends on values, and not on sizes of the batch alone."""
     sizes: tuple[Any, ...] = tuple(tensor.shape)
     return any(isinstance(size, torch.SymInt) and is_unknown(size) for size in sizes)
 
 
 def is_unknown(number: Any) -> bool:
-    """Whether a number of a trace depends on values of tensors, and not on sizes of the batch alone."""
+    """Return whether a number of a trace depends on values of tensors, and not on sizes of the batch alone."""
     from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols  # imports sympy, half a second
 
     return has_free_unbacked_symbols(number)
@@ -410,7 +414,7 @@ def schema(operator: Any) -> Any:
 
 
 def is_operator(target: Any) -> bool:
-    """Whether the target of a node is an operator such as ``torch.ops.aten.linear.default``, of which the type has no
+    """Return whether the target of a node is an operator such as ``torch.ops.aten.linear.default``: their type has no
     public name."""
     return isinstance(target, OpOverload)
 
@@ -444,7 +448,7 @@ def preservable_operators() -> Iterator[Any]:
 
 
 def is_composite(operator: Any) -> bool:
-    """Whether torch computes an operator by others, forward and backward: only its kernels tell."""
+    """Return whether torch computes an operator by others, forward and backward: only its kernels tell."""
     return bool(_is_cia_op(operator))
 
 
@@ -460,8 +464,10 @@ def parts_of(operator: Any) -> Callable[..., Any]:
 
 
 def is_certain(operator: Any) -> bool:
-    """Whether the schema of an operator is all that tells what it does: it has no effect beside its results, and is
-    none of those whose schema hides what they change or share."""
+    """Return whether the schema of an operator tells all that it does.
+
+    It has no effect beside its results, and is none of those whose schema hides what they change or share.
+    """
     return not _should_decompose_because_unsafe_op(operator) and not has_effects(operator)
 
 
@@ -495,7 +501,7 @@ def buffers_in(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
 
 
 def version(tensor: torch.Tensor) -> int:
-    """How often ``tensor`` was changed in place: the counter has no public name."""
+    """Return how often ``tensor`` was changed in place: the counter has no public name."""
     return tensor._version
 
 
@@ -515,7 +521,7 @@ def storage_of(tensor: torch.Tensor) -> Any:
 
 
 def dcp_storage_info(file: str, start: int, length: int) -> Any:
-    """Where a container lies, as the reader of ``torch.distributed.checkpoint`` looks it up: its class is private."""
+    """Return where a container lies, as ``torch.distributed.checkpoint`` looks it up: its class is private."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo  # half a second, and needed by saves alone
 
     return _StorageInfo(file, start, length)
@@ -526,12 +532,12 @@ grouped_mm = torch._grouped_mm
 
 
 def has_hook(parameter: torch.Tensor) -> bool:
-    """Whether a function is to be given the gradient of a parameter in the backward: only the attributes tell."""
+    """Return whether a function is to be given the gradient of a parameter: only private attributes tell."""
     return bool(parameter._backward_hooks) or bool(parameter._post_accumulate_grad_hooks)
 
 
 def is_batch_norm(module: torch.nn.Module) -> bool:
-    """Whether a module normalises by statistics of its batch, of any number of dims: their class has no public name."""
+    """Return whether a module normalises by statistics of its batch: the class of all of these has no public name."""
     return isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
 
 
@@ -553,12 +559,12 @@ class MemoryOf:
 
     @property
     def is_free(self) -> bool:
-        """Whether no tensor lies there any more."""
+        """Return whether no tensor lies there any more."""
         return bool(self._reference.expired())  # type: ignore[no-untyped-call]
 
 
 def code_from_cache() -> tuple[int, int]:
-    """How many parts of programs torch's compiler has found in its cache on disk, and how many it has made.
+    """Return how many parts of programs torch's compiler has found in its cache on disk, and how many it has made.
 
     What a compilation tells of itself has no public name.
     """
@@ -569,25 +575,15 @@ def code_from_cache() -> tuple[int, int]:
 
 
 def compiled_code_directory() -> str:
-    """Where torch keeps what it has compiled, which no public name tells."""
+    """Return where torch keeps what it has compiled, which no public name tells."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return cache_dir()
 
 
 def holders_of_memory(tensor: torch.Tensor) -> int:
-    """How many tensors, and others in C++, have the memory of a tensor."""
+    """Return how many tensors, and others in C++, have the memory of a tensor."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-
-
-def random_state(generator: torch.Generator | None, device: torch.device) -> bytes:
-    """The state of a generator, without one of that which ``device`` draws from, whatever modes are on."""
-    if generator is None:
-        own = device.type == "cuda"
-        generator = torch.cuda.default_generators[device.index or 0] if own else torch.default_generator
-    with _disable_current_modes():
-        state: bytes = generator.get_state().numpy().tobytes()
-    return state
 
 
 # What a class of tensors has in place of ``__torch_function__`` that sees operators by ``__torch_dispatch__`` alone:
@@ -634,7 +630,7 @@ def knows_no_split(error: Exception) -> bool:
 
 
 def part_of(tensor: Any) -> torch.Tensor:
-    """What this rank holds of a DTensor, the tensor itself: ``to_local`` makes another where gradients are on."""
+    """Return the very tensor that this rank holds of a DTensor: ``to_local`` makes another where gradients are on."""
     return waited_for(tensor._local_tensor)
 
 
@@ -650,8 +646,11 @@ def put_part(tensor: Any, part: torch.Tensor) -> None:
 
 
 def acts_on_loads(module: torch.nn.Module) -> bool:
-    """Whether a module or one in it does more at `load_state_dict` than take tensors: no public name tells of hooks,
-    nor of the method by which a class takes what is its own, which torch's documentation lets users override."""
+    """Return whether a module or one in it does more at `load_state_dict` than take tensors.
+
+    No public name tells of hooks, nor of the method by which a class takes what is its own, which torch's documentation
+    lets users override.
+    """
     return any(
         each._load_state_dict_pre_hooks
         or each._load_state_dict_post_hooks
@@ -661,7 +660,7 @@ def acts_on_loads(module: torch.nn.Module) -> bool:
 
 
 def operators_are_watched() -> bool:
-    """Whether a profiler, or a mode as `CommDebugMode`, looks at the operators that this thread calls.
+    """Return whether a profiler, or a mode as `CommDebugMode`, looks at the operators that this thread calls.
 
     There is no public way to ask.
     """

@@ -308,7 +308,7 @@ def refuse_unlike_generators(tensor: DTensor, generator: torch.Generator | None)
     """
     if not is_on_mesh_of_model(tensor):
         return
-    states = from_all_ranks(blake2b(torch_private.random_state(generator, tensor.device), digest_size=16).digest())
+    states = from_all_ranks(blake2b(_state(generator, tensor.device), digest_size=16).digest())
     unlike = next((rank for rank, state in enumerate(states) if state != states[0]), None)
     if unlike is not None:
         raise UsageError(
@@ -316,3 +316,12 @@ def refuse_unlike_generators(tensor: DTensor, generator: torch.Generator | None)
             f"{unlike} would draw others than rank 0; call sw.set_seed(seed) on all ranks before, or pass generator= "
             "with the same seed"
         )
+
+
+def _state(generator: torch.Generator | None, device: torch.device) -> bytes:
+    """Return the state of a generator, without one of that which ``device`` draws from."""
+    if generator is None:
+        own = device.type == "cuda"
+        generator = torch.cuda.default_generators[device.index or 0] if own else torch.default_generator
+    state: bytes = generator.get_state().numpy().tobytes()
+    return state

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shardwright.common.torch_private import part_of
 from shardwright.distributed.backends.segment.flats import is_plain
 
 # Those with kernels of the CPU that round as the loops do; Adagrad's differ from its loop by more.
@@ -71,8 +72,7 @@ def _lie_alike(parameter: Tensor, state: Mapping[str, Any], keeps: bool) -> bool
 
 
 def _lies_plain(tensor: Tensor) -> bool:
-    with torch.no_grad():
-        return is_plain(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+    return is_plain(part_of(tensor) if isinstance(tensor, DTensor) else tensor)
 
 
 def _lies_as(parameter: Tensor, value: Any) -> bool:
