@@ -8,8 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardwright as sw
 import whole
 from ranks import run_ranks
-from shardwright.common.torch_private import views_into
 from shardwright.compiler.lower.lower import lower
+from shardwright.compiler.mesh.collectives import views_into
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.mesh.simulate import SimulatedCommunicator, simulate
 from shardwright.errors import ShardwrightError
