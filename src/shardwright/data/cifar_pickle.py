@@ -11,7 +11,7 @@ import io
 import pickle
 import struct
 import warnings
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -126,12 +126,12 @@ def _text(value: Any) -> str:
 class _Python2Pickler(pickle._Pickler):
     """Writes bytes as Python 2's strings, which other people's readers expect, and not as calls of an encoder."""
 
-    dispatch = {**pickle._Pickler.dispatch}  # noqa: RUF012  # as in the class above it
+    dispatch: ClassVar[Any] = {**pickle._Pickler.dispatch}
 
     def save_bytes(self, value: bytes) -> None:
-        self.write(pickle.BINSTRING + struct.pack("<i", len(value)) + value)  # type: ignore[attr-defined]  # typeshed has it not
+        self.write(pickle.BINSTRING + struct.pack("<i", len(value)) + value)  # type: ignore[attr-defined]
 
-    dispatch[bytes] = save_bytes  # type: ignore[assignment]
+    dispatch[bytes] = save_bytes
 
 
 def pickle_bytes(value: Any) -> bytes:
