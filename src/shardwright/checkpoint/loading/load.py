@@ -25,7 +25,7 @@ from shardwright.checkpoint.format.containers import memory_of
 from shardwright.checkpoint.format.manifest import BLOCK_BYTES, Box, Chunk, Manifest, TensorEntry, ValueEntry
 from shardwright.checkpoint.format.pieces import Piece, State
 from shardwright.checkpoint.loading.match import Match, Path, Rename, match
-from shardwright.checkpoint.loading.source import Source, open_source
+from shardwright.checkpoint.loading.source import Reading, Source, open_source
 from shardwright.checkpoint.saving.asynchronous import wait_copied
 from shardwright.checkpoint.storage.folders import Folder
 from shardwright.errors import CheckpointError
@@ -170,11 +170,37 @@ def _overlap(chunk: Box, need: Box) -> tuple[Box, tuple[slice, ...] | None, int,
 
 
 def _run(source: Source, jobs: Sequence[_Job], threads: int) -> None:
+    """Read all jobs with several threads.
+
+    What can be computed is computed before the first byte is read: between two reads the processor's caches are full
+    of what was read, and the same work takes about three times as long.
+    """
+    jobs = sorted(jobs, key=lambda job: (job.chunk.place.file, job.chunk.place.start))
+    left, stopped = iter([(job, _pieces(source, job)) for job in jobs]), threading.Event()
     slabs = _Slabs()
+
+    def work() -> None:
+        try:
+            for job, pieces in left:  # of which each thread takes the next one
+                if stopped.is_set():
+                    return
+                for piece in pieces:
+                    source.fetch(piece)
+                if not pieces:
+                    _fill(source, job, slabs)
+        except BaseException:
+            stopped.set()
+            raise
+
+    if threads == 1 or len(jobs) < 2:
+        work()
+        return
     with ThreadPoolExecutor(threads) as pool:
-        in_order = sorted(jobs, key=lambda job: (job.chunk.place.file, job.chunk.place.start))
-        for _ in pool.map(lambda job: _fill(source, job, slabs), in_order):  # which ends at the first failure
-            pass
+        try:
+            for result in [pool.submit(work) for _ in range(threads)]:
+                result.result()
+        finally:
+            stopped.set()
 
 
 class _Slabs(threading.local):
@@ -187,6 +213,15 @@ class _Slabs(threading.local):
         if len(self.memory) < size_bytes:
             self.memory = torch.empty(size_bytes, dtype=torch.uint8)
         return self.memory[:size_bytes]
+
+
+def _pieces(source: Source, job: _Job) -> list[Reading]:
+    """Return how a job is read where it is one stretch both in the file and in memory; nothing where it is not."""
+    place, dtype, target = job.chunk.place, job.entry.dtype, job.target
+    if not job.together or target.dtype != dtype or target.device.type != "cpu" or not target.is_contiguous():
+        return []
+    torch.autograd.graph.increment_version(target)  # autograd sees no write from outside
+    return source.pieces(job.entry.name, place, place.data + job.first * dtype.itemsize, memory_of(target))
 
 
 def _fill(source: Source, job: _Job, slabs: _Slabs) -> None:
