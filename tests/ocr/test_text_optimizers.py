@@ -10,8 +10,7 @@ from ranks import run_ranks
 from shardwright.ocr.networks.crnn import CRNN, VGG7
 from shardwright.ocr.optimizers import Lion, make_optimizer
 from shardwright.ocr.options.sections import Optimizer, Scheduler
-from shardwright.ocr.precision import ApplyingScaler
-from shardwright.ocr.training import make_schedule
+from shardwright.ocr.training import ApplyingScaler, make_schedule
 
 
 def moved(options, lr=0.1, steps=3):

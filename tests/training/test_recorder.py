@@ -11,9 +11,7 @@ from test_callbacks import trainer_of, with_accuracy
 import shardwright as sw
 from ranks import run_ranks
 from shardwright.errors import TrainingError, UsageError
-from shardwright.training.records.files import Csv, JsonLines
-from shardwright.training.records.kinds import RECORDS, record_problems
-from shardwright.training.records.record import Record, Target
+from shardwright.training.records import RECORDS, Csv, JsonLines, Record, Target, record_problems
 
 
 def recorded(folder, to, epochs=2):
@@ -55,7 +53,7 @@ def test_what_came_after_the_checkpoint_is_left_out_and_half_a_line_too(tmp_path
 
 
 def test_what_there_is_not_is_refused_with_what_to_type(monkeypatch, tmp_path):
-    monkeypatch.setattr("shardwright.training.records.kinds.find_spec", lambda name: None)
+    monkeypatch.setattr("shardwright.training.records.find_spec", lambda name: None)
     problems = record_problems(["csv", "tensorbord", "wandb"])
     assert problems == [
         "'tensorbord' is unknown; choose of csv, jsonl, tensorboard, wandb, mlflow",

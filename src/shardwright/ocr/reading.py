@@ -18,7 +18,6 @@ from shardwright.errors import DataError, UsageError
 from shardwright.ocr.libraries.extra import library
 from shardwright.ocr.libraries.geometry import rectangle_around
 from shardwright.ocr.options.sections import Settings
-from shardwright.ocr.precision import inference_precision_of
 from shardwright.ocr.results import BEST
 from shardwright.ocr.samples.images import decode, encoded
 from shardwright.ocr.samples.labels import icdar_line
@@ -41,7 +40,7 @@ class Network:
     def predict(self, batch: Sequence[Tensor], *, gather: bool = True) -> Any:
         """Return what the network says of a batch whose first tensor are images."""
         row = TASKS[self.settings.model.type]
-        with torch.no_grad(), autocast(inference_precision_of(self.settings), self.device):
+        with torch.no_grad(), autocast(self.settings.inference_precision, self.device):
             return row.predict(self.model, [tensor.to(self.device) for tensor in batch])
 
 

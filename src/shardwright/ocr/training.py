@@ -22,7 +22,6 @@ from shardwright.errors import DataError, UsageError
 from shardwright.launch.hosts.environment import read_environment
 from shardwright.ocr.optimizers import kind_of, make_optimizer
 from shardwright.ocr.options.sections import Loading, Scheduler, Settings
-from shardwright.ocr.precision import ApplyingScaler, precision_of
 from shardwright.ocr.results import BestWeights, ResultTable
 from shardwright.ocr.samples.dataset import TextImages, in_words
 from shardwright.ocr.settings import examine, found_by, ineffective, refuse, to_yaml
@@ -116,7 +115,7 @@ def train(name: str, overrides: Sequence[str] = ()) -> Trainer:
         scheduler=make_schedule(settings.scheduler, optimizer, steps),
         clip_norm=settings.train.clip_norm if settings.train.clip_grad else None,
         accumulate=settings.train.gradient_accumulation_steps,
-        precision=precision_of(settings),
+        precision=settings.precision,
     )
     _scale(trainer, settings)
     if settings.model.resume:
@@ -125,9 +124,7 @@ def train(name: str, overrides: Sequence[str] = ()) -> Trainer:
     trainer.fit(
         batches,
         settings.scheduler.num_epochs,
-        validate=None
-        if experiment.test is None
-        else Validator(settings, experiment.test, world, precision_of(settings)),
+        validate=None if experiment.test is None else Validator(settings, experiment.test, world, settings.precision),
         steps=settings.train.steps,
         validate_when=lambda epoch: (
             epoch >= system.val_start_epoch and (epoch - system.val_start_epoch) % system.val_interval == 0
@@ -166,7 +163,7 @@ def _parallelize(experiment: Experiment, world: World) -> ParallelModel:
         count = sum(parameter.numel() for parameter in model.parameters())
         print(f"model: {settings.model.backbone.name}, {count:,} parameters; mode: {mode_of(settings)}", flush=True)
     sample = _batches(experiment.train, settings.train.loader, settings, world, None).sample_batch()
-    with autocast(precision_of(settings), world.device):
+    with autocast(settings.precision, world.device):
         return parallelize(
             model, row.loss(settings), sample, mode_of(settings), predict_fn=row.predict,
             optimizer=kind_of(settings.optimizer.opt).states,
@@ -208,6 +205,29 @@ def make_schedule(options: Scheduler, optimizer: torch.optim.Optimizer, steps_pe
         every = max(1, round((options.decay_epochs or 10) * steps_per_epoch))
         return step_schedule(optimizer, every_steps=every, factor=options.decay_rate, warmup_steps=warmup)
     return constant_schedule(optimizer, warmup_steps=warmup)
+
+
+class ApplyingScaler(torch.amp.GradScaler):
+    """Makes the optimizer's step also where gradients have overflowed, which torch's scaler leaves out.
+
+    The scale falls and grows as torch's does.
+    """
+
+    _unscaled = False
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients by the scale, once for each step."""
+        super().unscale_(optimizer)
+        self._unscaled = True
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Make the step of ``optimizer``, of gradients that were divided by the scale."""
+        if not self.is_enabled():
+            return optimizer.step(*args, **kwargs)
+        if not self._unscaled:
+            self.unscale_(optimizer)
+        self._unscaled = False
+        return optimizer.step(*args, **kwargs)
 
 
 def _scale(trainer: Trainer, settings: Settings) -> None:

@@ -12,8 +12,7 @@ from shardwright.errors import UsageError
 from shardwright.runtime.evaluation import Evaluation
 from shardwright.training.callbacks import LateLosses, LateStep
 from shardwright.training.hooks import RunView
-from shardwright.training.records.kinds import RECORDS, record_problems
-from shardwright.training.records.record import Record, Target, Writer
+from shardwright.training.records import RECORDS, Record, Target, Writer, record_problems
 
 
 class Recorder(LateLosses):

@@ -11,8 +11,8 @@ import torch
 
 from shardwright.data.digits import write_digits
 from shardwright.errors import UsageError
+from shardwright.training.zoo.choices import Sgd
 from shardwright.training.zoo.config import load_config, shipped_names, to_yaml
-from shardwright.training.zoo.optimizers import Sgd
 from shardwright.training.zoo.tables import LOSSES, MODELS, make_loss, make_model
 from shardwright.training.zoo.train import prepare
 

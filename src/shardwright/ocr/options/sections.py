@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from shardwright.distributed.precision import Precision
 from shardwright.errors import UsageError
 from shardwright.ocr.options.parts import BACKBONES, HEADS, LOSSES, METRICS, NECKS, POSTPROCESSES
 from shardwright.ocr.samples.sample import Task
@@ -195,6 +196,16 @@ class Settings:
     train: Train
     eval: Evaluating | None = None
     predict: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def precision(self) -> Precision:
+        """Return what forwards compute in while the network is trained."""
+        return "float32" if self.system.amp_level == "O0" else self.system.amp_dtype
+
+    @property
+    def inference_precision(self) -> Precision:
+        """Return what forwards compute in when the network has been trained."""
+        return "float32" if self.system.amp_level_infer == "O0" else self.system.amp_dtype
 
     @property
     def evaluating(self) -> Evaluating:

@@ -21,9 +21,16 @@ from shardwright.compiler.plan.plan import Plan
 from shardwright.distributed.seed import random_numbers_kept
 from shardwright.errors import UsageError
 from shardwright.runtime.model import ParallelModel
-from shardwright.runtime.verification.compare import ONE_DEVICE, PLAIN, Comparison, State, gradients_of, parameters_of
+from shardwright.runtime.verification.compare import (
+    ONE_DEVICE,
+    PLAIN,
+    Comparison,
+    Deviation,
+    State,
+    gradients_of,
+    parameters_of,
+)
 from shardwright.runtime.verification.copies import Copies
-from shardwright.runtime.verification.result import Deviation
 
 Loop = Callable[[ParallelModel, Sequence[Any]], Iterable[Any]]
 """``loop(parallel, batches)`` trains and yields the loss after each of its steps."""

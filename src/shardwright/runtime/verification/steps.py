@@ -16,6 +16,7 @@ from shardwright.runtime.verification.compare import (
     ONE_DEVICE,
     PLAIN,
     Comparison,
+    Deviation,
     State,
     Tensors,
     gradients_of,
@@ -23,7 +24,6 @@ from shardwright.runtime.verification.compare import (
     parameters_of,
 )
 from shardwright.runtime.verification.copies import Copies
-from shardwright.runtime.verification.result import Deviation
 
 
 class _Trainer:

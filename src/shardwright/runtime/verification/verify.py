@@ -36,10 +36,16 @@ from shardwright.runtime.programs.inputs import mesh_for
 from shardwright.runtime.programs.planner import hardware_of
 from shardwright.runtime.programs.storage import agree_on_weights, refuse_meta
 from shardwright.runtime.verification.build import as_batches
-from shardwright.runtime.verification.compare import GRADIENT_FLOOR, ONE_DEVICE, TOLERANCES
+from shardwright.runtime.verification.compare import (
+    GRADIENT_FLOOR,
+    ONE_DEVICE,
+    TOLERANCES,
+    Deviation,
+    Verification,
+    counted,
+)
 from shardwright.runtime.verification.copies import Copies
 from shardwright.runtime.verification.loop import Loop, loops_compared, name_of
-from shardwright.runtime.verification.result import Deviation, Verification, counted
 from shardwright.runtime.verification.steps import SideBySide
 
 

@@ -10,11 +10,10 @@ import torch
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.errors import UsageError
 from shardwright.launch.hosts.environment import read_environment
-from shardwright.training.records.kinds import record_problems
-from shardwright.training.zoo.frozen import freeze
+from shardwright.training.records import record_problems
 from shardwright.training.zoo.options import Config
 from shardwright.training.zoo.rows import Data
-from shardwright.training.zoo.tables import DATA, LOSSES, MODELS, OPTIMIZERS, make_model, warmup_steps
+from shardwright.training.zoo.tables import DATA, LOSSES, MODELS, OPTIMIZERS, freeze, make_model, warmup_steps
 
 
 def option_problems(config: Config, ranks: int) -> list[str]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from shardwright.training.zoo import datasets, losses, optimizers, schedules
+from shardwright.training.zoo import choices, datasets
 from shardwright.training.zoo.models import gpt, perceptron, resnet
 from shardwright.training.zoo.rows import (
     Data,
@@ -84,26 +85,26 @@ MODELS = Table(
 LOSSES = Table(
     "loss",
     {
-        "cross_entropy": LossRow(losses.CrossEntropy, losses.make_cross_entropy, "classes"),
-        "mse": LossRow(losses.MeanSquaredError, losses.make_mean_squared_error, "numbers"),
+        "cross_entropy": LossRow(choices.CrossEntropy, choices.make_cross_entropy, "classes"),
+        "mse": LossRow(choices.MeanSquaredError, choices.make_mean_squared_error, "numbers"),
     },
 )
 
 OPTIMIZERS = Table(
     "optimizer",
     {
-        "sgd": OptimizerRow(optimizers.Sgd, optimizers.make_sgd, optimizers.sgd_problems),
-        "adamw": OptimizerRow(optimizers.AdamW, optimizers.make_adamw, optimizers.adamw_problems),
+        "sgd": OptimizerRow(choices.Sgd, choices.make_sgd, choices.sgd_problems),
+        "adamw": OptimizerRow(choices.AdamW, choices.make_adamw, choices.adamw_problems),
     },
 )
 
 SCHEDULES = Table(
     "scheduler",
     {
-        "constant": ScheduleRow(schedules.Constant, schedules.make_constant),
-        "cosine": ScheduleRow(schedules.Cosine, schedules.make_cosine),
-        "step": ScheduleRow(schedules.Steps, schedules.make_steps),
-        "polynomial": ScheduleRow(schedules.Polynomial, schedules.make_polynomial),
+        "constant": ScheduleRow(choices.Constant, choices.make_constant),
+        "cosine": ScheduleRow(choices.Cosine, choices.make_cosine),
+        "step": ScheduleRow(choices.Steps, choices.make_steps),
+        "polynomial": ScheduleRow(choices.Polynomial, choices.make_polynomial),
     },
 )
 
@@ -122,6 +123,17 @@ def make_model(options: ModelOptions, data: Data) -> nn.Module:
     return MODELS.row(options).make(options, data)
 
 
+def freeze(model: nn.Module, patterns: Iterable[str]) -> list[str]:
+    """Exclude the parameters that match from training; returns the patterns that match none."""
+    unmatched = []
+    for pattern in patterns:
+        matches = [p for name, p in model.named_parameters() if fnmatchcase(name, pattern)]
+        unmatched += [] if matches else [pattern]
+        for parameter in matches:
+            parameter.requires_grad_(False)
+    return unmatched
+
+
 def make_loss(options: LossOptions, dtype: torch.dtype) -> LossFunction:
     """``loss_fn(model, batch)``; floating samples become ``dtype``. In evaluation it returns the metrics too."""
     return LOSSES.row(options).make(options, dtype)
@@ -129,7 +141,7 @@ def make_loss(options: LossOptions, dtype: torch.dtype) -> LossFunction:
 
 def make_optimizer(options: OptimizerOptions, parameters: Iterable[nn.Parameter], lr: float) -> Optimizer:
     """The optimizer of the parameters that are trained, in two groups where the weight decay spares some."""
-    return OPTIMIZERS.row(options).make(options, optimizers.groups_of(options, parameters), lr)
+    return OPTIMIZERS.row(options).make(options, choices.groups_of(options, parameters), lr)
 
 
 def make_schedule(options: ScheduleOptions, optimizer: Optimizer, steps: int, steps_per_epoch: int) -> LambdaLR:

@@ -29,10 +29,9 @@ from shardwright.training.tracing import Tracer
 from shardwright.training.trainer import Trainer
 from shardwright.training.zoo.checks import data_problems, option_problems
 from shardwright.training.zoo.config import load_config, to_yaml
-from shardwright.training.zoo.frozen import freeze
 from shardwright.training.zoo.options import Config
 from shardwright.training.zoo.rows import Data
-from shardwright.training.zoo.tables import make_data, make_loss, make_model, make_optimizer, make_schedule
+from shardwright.training.zoo.tables import freeze, make_data, make_loss, make_model, make_optimizer, make_schedule
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,0 @@
-"""The numbers of a run in files and trackers: losses, rates and validations, step by step."""
