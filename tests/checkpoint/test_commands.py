@@ -13,7 +13,7 @@ from mutated import mutations
 from shardwright.checkpoint.exchange.exchange import read_state
 from shardwright.checkpoint.exchange.merge import WHAT
 from shardwright.checkpoint.format.manifest import MANIFEST, Manifest, checksum
-from shardwright.checkpoint.format.pieces import Piece
+from shardwright.checkpoint.format.pieces import TensorShard
 from shardwright.checkpoint.inspection.show import show
 from shardwright.checkpoint.inspection.verify import verify
 from shardwright.checkpoint.loading.load import load
@@ -30,8 +30,8 @@ def state(rank):
     """Two ranks: a weight cut over both, the rest on each."""
     mesh, layout = Mesh.of(data=2), Layout.split(2, {0: ["data"]})
     whole = torch.arange(24.0).reshape(6, 4)
-    weight = Piece(("model", "w"), (6, 4), torch.float32, layout, mesh, whole.chunk(2)[rank])
-    moment = Piece(("optimizer", "state", "w", "exp_avg"), (6, 4), torch.float32, layout, mesh, weight.local)
+    weight = TensorShard(("model", "w"), (6, 4), torch.float32, layout, mesh, whole.chunk(2)[rank])
+    moment = TensorShard(("optimizer", "state", "w", "exp_avg"), (6, 4), torch.float32, layout, mesh, weight.local)
     return {
         weight.path: weight,
         ("model", "scale[0]"): torch.ones((), dtype=torch.bfloat16),
@@ -39,7 +39,7 @@ def state(rank):
         ("optimizer", "param_groups", "0"): {"lr": 0.1, "params": ["w"]},
         ("ema", "w"): weight.local
         if rank is None
-        else Piece(("ema", "w"), (6, 4), torch.float32, layout, mesh, weight.local),
+        else TensorShard(("ema", "w"), (6, 4), torch.float32, layout, mesh, weight.local),
         ("run", "loader"): {"epoch": 1},
     }
 
@@ -146,7 +146,7 @@ def test_all_of_it_reads_urls(run, tmp_path):
         for rank in range(3):
             mesh, layout = Mesh.of(a=3), Layout.split(2, {1: ["a"]})
             part = torch.arange(24.0).reshape(6, 4)[layout.local_slice((6, 4), mesh, rank)]
-            piece = Piece(("model", "w"), (6, 4), torch.float32, layout, mesh, torch.zeros_like(part))
+            piece = TensorShard(("model", "w"), (6, 4), torch.float32, layout, mesh, torch.zeros_like(part))
             load(url, {piece.path: piece}, rank=rank, strict=False)
             assert torch.equal(piece.local, part)
         memory.put(str(tmp_path / "model.pt"), "/bucket/model.pt")

@@ -17,7 +17,7 @@ import shardwright as sw
 from ranks import run_ranks
 from shardwright.checkpoint.exchange.exchange import fill, load_state, read_state, split
 from shardwright.checkpoint.exchange.merge import merge
-from shardwright.checkpoint.format.pieces import Piece
+from shardwright.checkpoint.format.pieces import TensorShard
 from shardwright.checkpoint.inspection.verify import verify
 from shardwright.checkpoint.loading.load import load
 from shardwright.checkpoint.loading.source import open_source
@@ -212,7 +212,7 @@ def test_each_rank_takes_its_part_of_a_plain_state(mesh):
     layout = Layout.split(2, {0: mesh.names})
     for rank in range(mesh.size):
         part = whole[layout.local_slice(whole.shape, mesh, rank)]
-        piece = Piece(("model", "w"), (7, 5), torch.float32, layout, mesh, torch.zeros_like(part))
+        piece = TensorShard(("model", "w"), (7, 5), torch.float32, layout, mesh, torch.zeros_like(part))
         fill({("model", "w"): whole}, {("model", "w"): piece}, {}, "x", rank=rank)
         assert torch.equal(piece.local, part)
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from ranks import run_ranks
 from shardwright.checkpoint.format import containers, manifest, pieces
 from shardwright.checkpoint.format.manifest import Box
-from shardwright.checkpoint.format.pieces import Piece
+from shardwright.checkpoint.format.pieces import TensorShard
 from shardwright.checkpoint.inspection.verify import verify
 from shardwright.checkpoint.loading import source
 from shardwright.checkpoint.loading.load import load, read_box
@@ -68,7 +68,7 @@ def same(a, b):
 
 def piece(path, whole, layout, mesh, rank):
     part = whole[layout.local_slice(whole.shape, mesh, rank)] if mesh.axes else whole
-    return Piece(path, tuple(whole.shape), whole.dtype, layout, mesh, part.clone())
+    return TensorShard(path, tuple(whole.shape), whole.dtype, layout, mesh, part.clone())
 
 
 def save_as(directory, state, **files):
@@ -340,7 +340,7 @@ def test_places_that_cannot_be_filled_are_named(tmp_path):
     save_as(tmp_path, {("w",): torch.ones(2)})
     with pytest.raises(CheckpointError, match=r"w is on the meta device.*model.to_empty"):
         load(tmp_path, {("w",): torch.zeros(2, device="meta")})
-    partial = Piece(("w",), (2,), torch.float32, Layout.split(1, {}, ["a"]), Mesh.of(a=1), torch.zeros(2))
+    partial = TensorShard(("w",), (2,), torch.float32, Layout.split(1, {}, ["a"]), Mesh.of(a=1), torch.zeros(2))
     with pytest.raises(CheckpointError, match="w is partial over a here"):
         load(tmp_path, {("w",): partial}, rank=0)
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 from ranks import run_ranks
 from shardwright.checkpoint.format import pieces
 from shardwright.checkpoint.format.manifest import BLOCK_BYTES, TensorEntry, ValueEntry
-from shardwright.checkpoint.format.pieces import Piece
+from shardwright.checkpoint.format.pieces import TensorShard
 from shardwright.checkpoint.saving.save import TO_SAVE, save
 from shardwright.checkpoint.storage.store import Store
 from shardwright.compiler.mesh.layout import Layout
@@ -168,7 +168,7 @@ def _pieces_of(rank):
     for name, (whole, layout) in WHOLES.items():
         part = whole[layout.local_slice(whole.shape, MESH, rank)]
         path = ("model", name)
-        state[path] = Piece(path, tuple(whole.shape), whole.dtype, layout, MESH, part)
+        state[path] = TensorShard(path, tuple(whole.shape), whole.dtype, layout, MESH, part)
     return {**state, ("run", "step"): 4 + rank}
 
 
@@ -245,7 +245,7 @@ def test_what_cannot_be_saved_is_named(tmp_path, state, message):
 
 
 def test_a_partial_sum_is_refused(tmp_path):
-    piece = Piece(("x",), (2,), torch.float32, Layout.split(1, {}, ["a"]), Mesh.of(a=1), torch.zeros(2))
+    piece = TensorShard(("x",), (2,), torch.float32, Layout.split(1, {}, ["a"]), Mesh.of(a=1), torch.zeros(2))
     with pytest.raises(CheckpointError, match="partial sum over a"):
         save(Store(tmp_path), "s", {("x",): piece}, {}, {}, OneRank(TO_SAVE))
 

@@ -11,7 +11,7 @@ from test_callbacks import trainer_of, with_accuracy
 import shardwright as sw
 from ranks import run_ranks
 from shardwright.errors import TrainingError, UsageError
-from shardwright.training.records import RECORDS, Csv, JsonLines, Record, Target, record_problems
+from shardwright.training.records import RECORDS, Csv, JsonLines, Record, RecordTarget, record_problems
 
 
 def recorded(folder, to, epochs=2):
@@ -36,13 +36,13 @@ def test_files_hold_what_the_run_measured(tmp_path):
 
 @pytest.mark.parametrize("make", [Csv, JsonLines])
 def test_what_came_after_the_checkpoint_is_left_out_and_half_a_line_too(tmp_path, make):
-    first = make(Target(tmp_path, 0, {}))
+    first = make(RecordTarget(tmp_path, 0, {}))
     for steps in (1, 2, 3):
         first.write(Record(steps, 1, {"loss": float(steps)}))
     first.close()
     (path,) = tmp_path.iterdir()
     path.write_text(path.read_text() + '{"step": 4, "lo')
-    again = make(Target(tmp_path, 2, {}))
+    again = make(RecordTarget(tmp_path, 2, {}))
     again.write(Record(3, 1, {"loss": 30.0, "validation_loss": math.pi}))
     again.close()
     assert [path] == list(tmp_path.iterdir())
@@ -73,11 +73,11 @@ def scalars(folder):
 
 def test_tensorboard_shows_what_the_files_hold_also_after_a_resumption(tmp_path):
     pytest.importorskip("tensorboard")
-    writer = RECORDS["tensorboard"].make(Target(tmp_path, 0, {}))
+    writer = RECORDS["tensorboard"].make(RecordTarget(tmp_path, 0, {}))
     for steps in (1, 2, 3):
         writer.write(Record(steps, 1, {"loss": float(steps)}))
     writer.close()
-    writer = RECORDS["tensorboard"].make(Target(tmp_path, 2, {}))
+    writer = RECORDS["tensorboard"].make(RecordTarget(tmp_path, 2, {}))
     writer.write(Record(3, 2, {"loss": 0.5}))
     writer.close()
     assert scalars(tmp_path)["loss"] == [(1, 1.0), (2, 2.0), (3, 0.5)]
@@ -92,7 +92,7 @@ def test_mlflow_and_wandb_take_records(tmp_path, monkeypatch):
     if not tried:
         pytest.skip("neither mlflow nor wandb is installed")
     for name in tried:
-        writer = RECORDS[name].make(Target(tmp_path, 0, {"epochs": 3}))
+        writer = RECORDS[name].make(RecordTarget(tmp_path, 0, {"epochs": 3}))
         writer.write(Record(1, 1, {"loss": 2.0}))
         writer.close()
     if "mlflow" in tried:
@@ -116,5 +116,5 @@ def test_damaged_records_of_an_earlier_start_are_named_with_the_line(tmp_path, f
     (tmp_path / file).write_text(f"{first}\n{line}\n")
     kind = JsonLines if file.endswith("jsonl") else Csv
     with pytest.raises(TrainingError, match=re.escape(f"{tmp_path / file} is damaged in line 2: {why}")):
-        kind(Target(tmp_path, 5, {}))
+        kind(RecordTarget(tmp_path, 5, {}))
     assert (tmp_path / file).read_text() == f"{first}\n{line}\n"

@@ -24,7 +24,7 @@ from shardwright.checkpoint.saving.save import save as write
 from shardwright.checkpoint.storage.folders import open_folder
 from shardwright.checkpoint.storage.objects import open_store
 from shardwright.checkpoint.storage.retention import Retention
-from shardwright.checkpoint.whole_run.restore import Loading
+from shardwright.checkpoint.whole_run.restore import RunRestore
 from shardwright.checkpoint.whole_run.run_state import (
     Run,
     Stateful,
@@ -257,7 +257,7 @@ def _load(directory: CheckpointPath, run: Run, strict: bool, rename: Rename | No
     ranks = ranks_by_messages(TO_LOAD)
     where = from_rank_zero(ranks, lambda: open_source(directory).where)
     source = together(ranks, lambda: open_source(where))
-    loading = together(ranks, lambda: Loading.of(source, run, strict, rename))
+    loading = together(ranks, lambda: RunRestore.of(source, run, strict, rename))
     skipped = together(ranks, loading.fill)
     loading.put(ranks)
     about = source.manifest.info

@@ -99,7 +99,6 @@ class ImageFiles(LabelledImages):
 
     @staticmethod
     def _read(root: Path, train: bool) -> Pair:
-        """All images and labels of one of the two parts."""
         raise NotImplementedError
 
 

@@ -46,7 +46,6 @@ class Stream:
 
     @property
     def name(self) -> str:
-        """Return the name of the stream: that of its function, or of its class."""
         source = self._source
         while isinstance(source, functools.partial):
             source = source.func

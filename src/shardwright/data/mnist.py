@@ -28,7 +28,6 @@ _CONTENTS = {1: "labels", 3: "images"}
 
 
 def file_names(train: bool) -> tuple[str, str]:
-    """The names of the image file and of the label file."""
     part = "train" if train else "t10k"
     return f"{part}-images-idx3-ubyte", f"{part}-labels-idx1-ubyte"
 
@@ -118,7 +117,6 @@ def _read(file: IO[bytes], path: Path, dims: int) -> Bytes:
 
 
 def _take(file: IO[bytes], path: Path, offset: int, count: int, what: str) -> bytearray:
-    """Exactly ``count`` bytes, or a `DataError`."""
     taken = bytearray()
     while len(taken) < count:
         try:

@@ -54,7 +54,7 @@ class Lion(torch.optim.Optimizer):
 
 
 @dataclass(frozen=True)
-class Kind:
+class OptimizerKind:
     """An optimizer: ``make(options, groups, lr)``, the ``states`` that plans count, and the keys that it ``takes``."""
 
     make: Callable[[Optimizer, Groups, float], torch.optim.Optimizer]
@@ -78,27 +78,24 @@ def _with_betas(kind: type[Any], second: float) -> Callable[[Optimizer, Groups, 
 
 _BETAS = ("beta1", "beta2")
 _KINDS = {
-    "sgd": Kind(_sgd, "sgd", ("momentum", "nesterov")),
-    "momentum": Kind(_sgd, "sgd", ("momentum", "nesterov")),
-    "nesterov": Kind(_sgd, "sgd", ("momentum", "nesterov")),
-    "adam": Kind(_with_betas(torch.optim.Adam, 0.999), "adam", _BETAS),
-    "adamw": Kind(_with_betas(torch.optim.AdamW, 0.999), "adamw", _BETAS),
-    "lion": Kind(_with_betas(Lion, 0.99), Lion, _BETAS),
+    "sgd": OptimizerKind(_sgd, "sgd", ("momentum", "nesterov")),
+    "momentum": OptimizerKind(_sgd, "sgd", ("momentum", "nesterov")),
+    "nesterov": OptimizerKind(_sgd, "sgd", ("momentum", "nesterov")),
+    "adam": OptimizerKind(_with_betas(torch.optim.Adam, 0.999), "adam", _BETAS),
+    "adamw": OptimizerKind(_with_betas(torch.optim.AdamW, 0.999), "adamw", _BETAS),
+    "lion": OptimizerKind(_with_betas(Lion, 0.99), Lion, _BETAS),
 }
 
 
-def kind_of(name: str) -> Kind:
-    """Return the optimizer of a name, in any case."""
+def kind_of(name: str) -> OptimizerKind:
     return _KINDS[name.lower()]
 
 
 def make_optimizer(options: Optimizer, model: nn.Module, lr: float) -> torch.optim.Optimizer:
-    """Return the optimizer of the parameters of ``model`` that are trained."""
     return kind_of(options.opt).make(options, _groups(options, model), lr)
 
 
 def _groups(options: Optimizer, model: nn.Module) -> Groups:
-    """The parameters in two groups where some are spared the weight decay."""
     names = spared_names(options)
     decaying, spared = list[nn.Parameter](), list[nn.Parameter]()
     for name, parameter in mindspore_names(model):

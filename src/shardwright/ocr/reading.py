@@ -106,7 +106,6 @@ class Pages:
             raise UsageError("there is nothing to do: give --det-config, --rec-config, or both")
 
     def read(self, content: bytes, name: str) -> list[Read]:
-        """The texts in an image file."""
         image = decode(np.frombuffer(content, np.uint8), name)
         if self.detector is None:
             height, width = image.shape[:2]
@@ -136,7 +135,6 @@ class Pages:
 
 
 def _prepared(network: Network, content: bytes, name: str) -> Sample:
-    """The image as the evaluation prepares it."""
     settings = network.settings
     listed = settings.evaluating.dataset.transform_pipeline
     sample = Sample(name, np.frombuffer(content, np.uint8), [])
@@ -146,7 +144,6 @@ def _prepared(network: Network, content: bytes, name: str) -> Sample:
 
 
 def find_texts(network: Network, content: bytes, name: str) -> list[Detection]:
-    """The texts in an image file."""
     sample = _prepared(network, content, name)
     maps = network.predict([torch.from_numpy(sample.image)[None]])
     return detect(maps[0].float().cpu().numpy(), [*sample.shape, *sample.ratio], network.settings.postprocess)

@@ -16,7 +16,7 @@ from shardwright.ocr.options.sections import Settings
 from shardwright.ocr.tasks import DATASETS, TASKS
 from shardwright.training.zoo.config import sections
 from shardwright.training.zoo.reading import Problems, UnreadError, read
-from shardwright.training.zoo.rows import Table
+from shardwright.training.zoo.rows import ChoiceTable
 
 Check = Callable[[Any], Problems]
 
@@ -33,7 +33,7 @@ WITHOUT_EFFECT = (
 _OF_STEPS = {"DecodeImage": ("keep_ori",), "RecResizeImg": ("infer_mode", "character_dict_path")}
 _OF_OPTIMIZERS = ("momentum", "nesterov", "beta1", "beta2")
 _WITH_DECAY_EPOCHS = ("cosine_decay", "warmup_cosine_decay", "step_decay")
-_CHOSEN: tuple[tuple[str, Table[Any], Callable[[Any], Any]], ...] = (
+_CHOSEN: tuple[tuple[str, ChoiceTable[Any], Callable[[Any], Any]], ...] = (
     ("model.backbone", BACKBONES, lambda settings: settings.model.backbone),
     ("model.neck", NECKS, lambda settings: settings.model.neck),
     ("model.head", HEADS, lambda settings: settings.model.head),
@@ -157,7 +157,7 @@ def _anchor_problems(overrides: Sequence[str]) -> Problems:
     ]
 
 
-def _of_task(section: str, table: Table[Any], chosen: Callable[[Any], Any]) -> Check:
+def _of_task(section: str, table: ChoiceTable[Any], chosen: Callable[[Any], Any]) -> Check:
     def check(settings: Settings) -> Problems:
         task, options = settings.model.type, chosen(settings)
         if table.row(options).task == task:

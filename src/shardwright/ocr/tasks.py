@@ -85,7 +85,6 @@ def _detection_loss(settings: Settings) -> LossFunction:
 
 
 def probabilities(model: nn.Module, batch: Any) -> Tensor:
-    """The map of each image."""
     result: Tensor = model(batch[0].to(next(model.parameters()).dtype))
     return result
 
@@ -121,7 +120,6 @@ def best_path(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
 
 
 def dictionary_of(settings: Settings) -> Dictionary:
-    """The characters for the ids that a recogniser gives."""
     how = settings.postprocess
     return Dictionary.of(how.character_dict_path, how.use_space_char)
 

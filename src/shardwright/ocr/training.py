@@ -39,7 +39,7 @@ from shardwright.training.trainer import Trainer
 
 
 @dataclass(frozen=True)
-class Experiment:
+class TextExperiment:
     """A configuration and its images, which fit together; ``test`` is None where nothing is evaluated."""
 
     name: str
@@ -49,7 +49,7 @@ class Experiment:
     without_effect: tuple[str, ...] = ()
 
 
-def prepare(name: str, overrides: Sequence[str] = (), ranks: int | None = None) -> Experiment:
+def prepare(name: str, overrides: Sequence[str] = (), ranks: int | None = None) -> TextExperiment:
     """Everything that can be known before processes meet, one sample of each data set included.
 
     Raises:
@@ -82,7 +82,7 @@ def prepare(name: str, overrides: Sequence[str] = (), ranks: int | None = None) 
     )
     refuse(name, [*problems, *found_by(checks, settings)])
     without = tuple(ineffective(name, overrides))
-    return Experiment(name, settings, found["train.dataset"], found.get("eval.dataset"), without)
+    return TextExperiment(name, settings, found["train.dataset"], found.get("eval.dataset"), without)
 
 
 def _check_launch(settings: Settings) -> None:
@@ -135,7 +135,7 @@ def train(name: str, overrides: Sequence[str] = ()) -> Trainer:
     return trainer
 
 
-def _begin(experiment: Experiment, folder: Path) -> None:
+def _begin(experiment: TextExperiment, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     text = to_yaml(experiment.settings)
     write_whole(folder / "config.yaml", lambda path: path.write_text(text))
@@ -149,12 +149,11 @@ def _begin(experiment: Experiment, folder: Path) -> None:
 
 
 def make_model(settings: Settings) -> nn.Module:
-    """Return the network with random weights."""
     dtype = getattr(torch, settings.system.dtype)
     return TASKS[settings.model.type].model(settings).to(dtype)
 
 
-def _parallelize(experiment: Experiment, world: World) -> ParallelModel:
+def _parallelize(experiment: TextExperiment, world: World) -> ParallelModel:
     settings = experiment.settings
     row = TASKS[settings.model.type]
     model = make_model(settings)
@@ -192,7 +191,6 @@ def _batches(images: TextImages, options: Loading, settings: Settings, world: Wo
 
 
 def make_schedule(options: Scheduler, optimizer: torch.optim.Optimizer, steps_per_epoch: int) -> LambdaLR:
-    """Return the rate of every optimizer step of the run."""
     steps, warmup = options.num_epochs * steps_per_epoch, round(options.warmup_epochs * steps_per_epoch)
     floor = options.min_lr / options.lr
     if options.scheduler in ("warmup_cosine_decay", "cosine_decay"):
@@ -244,7 +242,7 @@ def _scale(trainer: Trainer, settings: Settings) -> None:
         )
 
 
-def _callbacks(experiment: Experiment, folder: Path) -> list[Callback]:
+def _callbacks(experiment: TextExperiment, folder: Path) -> list[Callback]:
     """In the order in which they are to act: what averages before what saves."""
     settings = experiment.settings
     indicator = indicator_of(settings)

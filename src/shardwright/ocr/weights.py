@@ -79,7 +79,6 @@ def _path_of(given: str) -> str:
 
 
 def cached(url: str) -> Path:
-    """Return where `torch.hub` keeps the file of an address."""
     return Path(torch.hub.get_dir()) / "checkpoints" / Path(urlparse(url).path).name
 
 
@@ -120,7 +119,6 @@ def _hash_in(name: str) -> str | None:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Hold up the other processes of this host that would fetch the same file."""
     lock = path.with_name(f"{path.name}.lock")
     with lock.open("w") as opened:
         fcntl.flock(opened, fcntl.LOCK_EX)

@@ -134,7 +134,6 @@ class ProgressBar(Callback):
             self._progress = None
 
     def _say(self, text: str) -> None:
-        """Show beside the bar what a person waits for."""
         if self._progress is not None and self._progress.tasks:
             self._progress.update(self._task, description=f"{self._name}, {text}" if text else self._name)
 

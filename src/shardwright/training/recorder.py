@@ -12,7 +12,7 @@ from shardwright.errors import UsageError
 from shardwright.runtime.evaluation import Evaluation
 from shardwright.training.callbacks import LateLosses, LateStep
 from shardwright.training.hooks import RunView
-from shardwright.training.records import RECORDS, Record, Target, Writer, record_problems
+from shardwright.training.records import RECORDS, Record, RecordTarget, RecordWriter, record_problems
 
 
 class Recorder(LateLosses):
@@ -39,7 +39,7 @@ class Recorder(LateLosses):
         if problems := record_problems(to):
             raise UsageError(f"expected Recorder(to=...) of what there is: {'; '.join(problems)}")
         self.folder, self.to, self.config = Path(folder), tuple(to), dict(config or {})
-        self._writers: list[Writer] = []
+        self._writers: list[RecordWriter] = []
         self._since: tuple[int, float] | None = None
 
     def alike(self) -> dict[str, Any]:
@@ -48,7 +48,7 @@ class Recorder(LateLosses):
     def on_fit_begin(self, run: RunView) -> None:
         if run.world.rank == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
-            target = Target(self.folder, run.steps, self.config)
+            target = RecordTarget(self.folder, run.steps, self.config)
             self._writers = [RECORDS[name].make(target) for name in self.to]
             self._since = run.steps, time.monotonic()
 

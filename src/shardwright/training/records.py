@@ -28,7 +28,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Target:
+class RecordTarget:
     """The place of the records of a run, and the moment from which they go on.
 
     Of a run that goes on from a checkpoint, what an earlier process recorded after ``steps`` did not happen.
@@ -39,7 +39,7 @@ class Target:
     config: Mapping[str, Any]
 
 
-class Writer(Protocol):
+class RecordWriter(Protocol):
     """Takes records in order; nothing else writes there at the same time."""
 
     def write(self, record: Record) -> None:
@@ -52,7 +52,7 @@ class Writer(Protocol):
 class JsonLines:
     """``records.jsonl``: an object for each record, of ``step``, ``epoch`` and its numbers."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: RecordTarget) -> None:
         path = target.folder / "records.jsonl"
         kept = [line for number, line in enumerate(_lines(path), 1) if _step_of(line, path, number) <= target.steps]
         write_whole(path, lambda draft: draft.write_text("".join(f"{line}\n" for line in kept)))
@@ -68,7 +68,7 @@ class JsonLines:
 class Csv:
     """``records.csv``: a row for each record. A number that is new becomes a column, empty in the rows above."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: RecordTarget) -> None:
         self._path = target.folder / "records.csv"
         rows = enumerate(csv.DictReader(_lines(self._path)), 2)
         self._rows: list[dict[str, Any]] = [
@@ -92,7 +92,6 @@ class Csv:
         self._file.close()
 
     def _begin(self) -> None:
-        """All rows anew, whole or not at all, and ready for more."""
         text = io.StringIO(newline="")
         writer = csv.DictWriter(text, self._columns)
         writer.writeheader()
@@ -139,7 +138,7 @@ def _damaged(path: Path, number: int, why: str) -> TrainingError:
 class TensorBoard:
     """Event files that ``tensorboard --logdir`` shows; what an earlier process recorded too much is not shown."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: RecordTarget) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer: Any = SummaryWriter(target.folder / "tensorboard", purge_step=target.steps + 1)
@@ -156,7 +155,7 @@ class TensorBoard:
 class WeightsAndBiases:
     """A run of W&B; its own variables (``WANDB_PROJECT``, ``WANDB_MODE``, ``WANDB_RUN_ID``) say where and which."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: RecordTarget) -> None:
         wandb: Any = import_module("wandb")
         self._run = wandb.init(dir=target.folder, config=dict(target.config), resume="allow")
 
@@ -170,7 +169,7 @@ class WeightsAndBiases:
 class MLflow:
     """A run of MLflow; its own variables (``MLFLOW_TRACKING_URI``, ``MLFLOW_RUN_ID``) say where and which."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: RecordTarget) -> None:
         self._mlflow: Any = import_module("mlflow")
         self._run = self._mlflow.start_run()
         self._mlflow.log_params(dict(target.config))
@@ -187,7 +186,7 @@ class MLflow:
 class RecordRow:
     """One kind of record: what makes its writer, and the package that it needs, where one."""
 
-    make: Callable[[Target], Writer]
+    make: Callable[[RecordTarget], RecordWriter]
     package: str | None = None
 
 

@@ -72,7 +72,6 @@ class Tracer(Callback):
         self._profile.start()
 
     def _end(self) -> profile | None:
-        """The trace that is under way, which ends."""
         ended, self._profile = self._profile, None
         if ended is not None:
             own_pulse().around = None

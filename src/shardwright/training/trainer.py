@@ -196,7 +196,6 @@ class Trainer:
         validate: Validation | None,
         continues: Continuation | None,
     ) -> None:
-        """One epoch, or the rest of the one that is under way."""
         if not self.under_way:
             self.epoch += 1
             self.step = self.batches = 0
@@ -288,7 +287,6 @@ class Trainer:
         return self.scaler.get_scale()
 
     def _loss(self, batch: Any) -> Tensor:
-        """The loss of the global batch."""
         with autocast(self.precision, self.world.device):
             result = self.parallel(batch)
         loss: Tensor = result[0] if isinstance(result, tuple) else result

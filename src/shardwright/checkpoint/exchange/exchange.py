@@ -19,8 +19,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from shardwright.checkpoint.format.manifest import Entry, Manifest, Place, TensorEntry, ValueEntry
-from shardwright.checkpoint.format.pieces import Piece, State
+from shardwright.checkpoint.format.manifest import Entry, Extent, Manifest, TensorEntry, ValueEntry
+from shardwright.checkpoint.format.pieces import State, TensorShard
 from shardwright.checkpoint.loading.load import current_rank
 from shardwright.checkpoint.loading.match import Match, Rename, match
 from shardwright.checkpoint.saving.asynchronous import wait_copied
@@ -101,7 +101,7 @@ def fill(
     rename: Rename | None = None,
     rank: int | None = None,
 ) -> Match:
-    """Fill the tensors of ``wanted`` in place from whole tensors, a DTensor or `Piece` with this rank's part.
+    """Fill the tensors of ``wanted`` in place from whole tensors, a DTensor or `TensorShard` with this rank's part.
 
     What is wanted and no tensor is put into ``values``.
     """
@@ -111,10 +111,10 @@ def fill(
     wait_copied()
     for path, entry in found.pairs:
         target, value = wanted[path], state[entry.path]
-        if not isinstance(target, Tensor | Piece):
+        if not isinstance(target, Tensor | TensorShard):
             values[path] = value
             continue
-        piece = target if isinstance(target, Piece) else Piece.of(path, target)
+        piece = target if isinstance(target, TensorShard) else TensorShard.of(path, target)
         box = piece.box(rank)
         part = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
         piece.local.detach().copy_(value[part])
@@ -124,7 +124,7 @@ def fill(
 def _described(path: tuple[str, ...], value: Any) -> Entry:
     if isinstance(value, Tensor):
         return TensorEntry(path, value.dtype, tuple(value.shape), ())
-    return ValueEntry(path, Place("", 0, 0, 0, ()))
+    return ValueEntry(path, Extent("", 0, 0, 0, ()))
 
 
 # Reading files
@@ -289,5 +289,5 @@ def _pieces(state: State, mesh: Mesh, rank: int) -> Iterator[tuple[tuple[str, ..
         if isinstance(value, Tensor):
             layout = Layout.split(value.ndim, {0: ["ranks"]} if value.ndim else {})
             part = value[layout.local_slice(value.shape, mesh, rank)]
-            value = Piece(path, tuple(value.shape), value.dtype, layout, mesh, part)
+            value = TensorShard(path, tuple(value.shape), value.dtype, layout, mesh, part)
         yield path, value

@@ -34,7 +34,7 @@ WHAT = ("model", "ema", "all")
 
 
 @dataclass(frozen=True)
-class Merged:
+class MergedFile:
     """The ``path`` of the file, and the names of what is no tensor and could not be written to it."""
 
     path: Path
@@ -43,7 +43,7 @@ class Merged:
     left_out: tuple[str, ...] = ()
 
 
-def merge(source: str | os.PathLike[str] | Source, to: str | os.PathLike[str], what: str = "model") -> Merged:
+def merge(source: str | os.PathLike[str] | Source, to: str | os.PathLike[str], what: str = "model") -> MergedFile:
     """Write a checkpoint (of a directory of them the latest) as one file, which must not be there yet.
 
     Args:
@@ -87,7 +87,6 @@ def _chosen(source: Source, what: str) -> dict[str, Entry]:
 
 @contextmanager
 def _whole_or_not(target: Path) -> Iterator[BinaryIO]:
-    """A file that has another name until it is complete and on the disk."""
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}-{secrets.token_hex(4)}.part")
     try:
@@ -113,7 +112,7 @@ def _name(temporary: Path, target: Path) -> None:
         os.rename(temporary, target)
 
 
-def _write_folder(source: Source, chosen: Mapping[str, Entry], target: Path) -> Merged:
+def _write_folder(source: Source, chosen: Mapping[str, Entry], target: Path) -> MergedFile:
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}-{secrets.token_hex(4)}.part")
     temporary.mkdir()
@@ -132,7 +131,7 @@ def _write_folder(source: Source, chosen: Mapping[str, Entry], target: Path) -> 
     return merged
 
 
-def _write_safetensors(source: Source, chosen: Mapping[str, Entry], file: BinaryIO, target: Path) -> Merged:
+def _write_safetensors(source: Source, chosen: Mapping[str, Entry], file: BinaryIO, target: Path) -> MergedFile:
     """safetensors' own functions want all tensors in memory at once, or a file of them mapped."""
     tensors = {name: entry for name, entry in chosen.items() if isinstance(entry, TensorEntry)}
     layout = lay_out({name: (entry.dtype, entry.shape) for name, entry in tensors.items()})
@@ -142,7 +141,7 @@ def _write_safetensors(source: Source, chosen: Mapping[str, Entry], file: Binary
         for part in cut(Box((0,) * len(entry.shape), entry.shape), entry.dtype.itemsize):
             file.write(memory_of(read_box(source, entry, part)))
     left_out = tuple(sorted(chosen.keys() - tensors.keys()))
-    return Merged(target, len(tensors), file.tell(), left_out)
+    return MergedFile(target, len(tensors), file.tell(), left_out)
 
 
 @dataclass(frozen=True)
@@ -152,7 +151,7 @@ class _Room:
     entry: TensorEntry
 
 
-def _write_torch(source: Source, chosen: Mapping[str, Entry], target: Path, nested: bool) -> Merged:
+def _write_torch(source: Source, chosen: Mapping[str, Entry], target: Path, nested: bool) -> MergedFile:
     """Write the file with holes in place of the elements, map it, and read the elements into it."""
     tree: dict[str, Any] = {}
     for name, entry in chosen.items():
@@ -169,7 +168,7 @@ def _write_torch(source: Source, chosen: Mapping[str, Entry], target: Path, nest
         os.posix_fallocate(file.fileno(), 0, size)  # where the disk is full this is an error, and a signal later on
         _fill_holes(source, tree, file.name)
     count = sum(isinstance(entry, TensorEntry) for entry in chosen.values())
-    return Merged(target, count, size)
+    return MergedFile(target, count, size)
 
 
 def _with_tensors(tree: Any) -> Any:

@@ -159,7 +159,6 @@ def _make(target: Path, files: _Files) -> str:
 
 
 def _write_parts(target: Path, token: str, files: _Files, prepared: Prepared) -> None:
-    """Write what falls to this rank of what it holds."""
     with ExitStack() as stack:
         opened: dict[str, int] = {}
         for (entry, box), part in prepared.parts.items():

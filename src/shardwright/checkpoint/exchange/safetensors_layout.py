@@ -40,7 +40,6 @@ class FileLayout:
 
 
 def size_of(tensor: Described) -> int:
-    """Its bytes."""
     dtype, shape = tensor
     return math.prod(shape) * dtype.itemsize
 

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, cast
 import torch
 from torch import Tensor
 
-from shardwright.checkpoint.format.manifest import BLOCK_BYTES, Place, between, checksum
+from shardwright.checkpoint.format.manifest import BLOCK_BYTES, Extent, between, checksum
 from shardwright.common.pulse import own_pulse
 from shardwright.errors import CheckpointError
 
@@ -34,7 +34,7 @@ def _without_crc() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Frame:
+class ContainerFrame:
     """The bytes before and after the ``size`` bytes of a tensor's elements in its container."""
 
     head: bytes
@@ -43,7 +43,6 @@ class Frame:
 
     @property
     def data(self) -> int:
-        """Return where the elements begin."""
         return len(self.head)
 
     @property
@@ -72,7 +71,7 @@ class _Rest:
 
 
 @lru_cache(maxsize=4096)
-def frame_of(dtype: torch.dtype, shape: torch.Size) -> Frame:
+def frame_of(dtype: torch.dtype, shape: torch.Size) -> ContainerFrame:
     """Return what ``torch.save`` writes around the elements of any tensor like this, without their checksums.
 
     Cached by the dtype and the shape, which are all of a tensor that it says. Settings of ``torch.save`` that a process
@@ -84,7 +83,7 @@ def frame_of(dtype: torch.dtype, shape: torch.Size) -> Frame:
         torch.save(like, cast(BinaryIO, rest))
     at = _data_at(rest.kept)
     assert at is not None
-    return Frame(bytes(rest.kept[:at]), rest.size, bytes(rest.kept[at:]))
+    return ContainerFrame(bytes(rest.kept[:at]), rest.size, bytes(rest.kept[at:]))
 
 
 def _data_at(head: bytes | bytearray) -> int | None:
@@ -101,7 +100,7 @@ def memory_of(tensor: Tensor) -> memoryview:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
-def write_tensor(file: BinaryIO, tensor: Tensor, name: str, start: int) -> Place:
+def write_tensor(file: BinaryIO, tensor: Tensor, name: str, start: int) -> Extent:
     """Write a plain tensor of the CPU as a container at ``start`` of the file called ``name``.
 
     A part of a larger tensor that is contiguous is written from where it lies, without a copy.
@@ -130,12 +129,12 @@ def packed(path: tuple[str, ...], value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def write_value(file: BinaryIO, data: bytes, name: str, start: int) -> Place:
+def write_value(file: BinaryIO, data: bytes, name: str, start: int) -> Extent:
     """Write what `packed` made as a container at ``start`` of the file called ``name``."""
     return _write(file, name, start, 0, memoryview(data))
 
 
-def _write(file: BinaryIO, name: str, start: int, data: int, *parts: memoryview) -> Place:
+def _write(file: BinaryIO, name: str, start: int, data: int, *parts: memoryview) -> Extent:
     """Write a container whose elements begin at its byte ``data``, block by block, each summed while it is at hand."""
     length, checksums, pulse = sum(map(len, parts)), [], own_pulse()
     for first in range(0, length, BLOCK_BYTES):
@@ -144,4 +143,4 @@ def _write(file: BinaryIO, name: str, start: int, data: int, *parts: memoryview)
         for part in block:
             file.write(part)
         pulse.beat()
-    return Place(name, start, length, data, tuple(checksums))
+    return Extent(name, start, length, data, tuple(checksums))

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from shardwright.checkpoint.format.manifest import Manifest, Place, TensorEntry
+from shardwright.checkpoint.format.manifest import Extent, Manifest, TensorEntry
 from shardwright.common.torch_private import dcp_storage_info
 
 METADATA = ".metadata"
@@ -41,5 +41,5 @@ def metadata(manifest: Manifest) -> bytes:
     return pickle.dumps(Metadata(described, paths, stored, StorageMeta()))
 
 
-def _stored(place: Place) -> Any:
+def _stored(place: Extent) -> Any:
     return dcp_storage_info(place.file, place.start, place.length)

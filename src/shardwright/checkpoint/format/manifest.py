@@ -104,7 +104,7 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Place:
+class Extent:
     """A container: ``length`` bytes of ``file`` from ``start`` on. ``data`` is where in it the elements begin (0 for
     a value that is no tensor). ``checksums`` are of its blocks of `BLOCK_BYTES`, counted from ``start``.
     """
@@ -121,7 +121,7 @@ class Chunk:
     """A box of a tensor, and where its elements lie, in row-major order."""
 
     box: Box
-    place: Place
+    place: Extent
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class ValueEntry:
     """Anything else that ``torch.load(..., weights_only=True)`` reads back."""
 
     path: tuple[str, ...]
-    place: Place
+    place: Extent
 
     @property
     def name(self) -> str:
@@ -251,12 +251,12 @@ class _Info(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class _Value(Place):
+class _Value(Extent):
     path: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class _Chunk(Place):
+class _Chunk(Extent):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
@@ -290,8 +290,8 @@ def _from_json(found: dict[str, Any], at: str) -> Entry:
     return TensorEntry(tensor.path, dtype, tensor.shape, chunks)
 
 
-def _place(found: Place) -> Place:
-    return Place(found.file, found.start, found.length, found.data, found.checksums)
+def _place(found: Extent) -> Extent:
+    return Extent(found.file, found.start, found.length, found.data, found.checksums)
 
 
 def _refuse_impossible(manifest: Manifest) -> None:
@@ -309,7 +309,7 @@ def _refuse_impossible(manifest: Manifest) -> None:
             _refuse_place(entry.name, place, manifest.files)
 
 
-def _refuse_place(name: str, place: Place, files: Mapping[str, FileRecord]) -> None:
+def _refuse_place(name: str, place: Extent, files: Mapping[str, FileRecord]) -> None:
     if place.file not in files:
         raise SchemaError(f"{name} lies in {place.file!r}, which is none of its files")
     if not (place.start >= 0 and 0 <= place.data <= place.length <= files[place.file].size_bytes - place.start):

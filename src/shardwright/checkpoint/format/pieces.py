@@ -30,7 +30,7 @@ State = Mapping[tuple[str, ...], Any]
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class TensorShard:
     """A tensor as this rank holds it: ``local`` is its part of the whole of ``shape``, as ``layout`` cuts it."""
 
     path: tuple[str, ...]
@@ -45,15 +45,15 @@ class Piece:
         return ".".join(self.path)
 
     @staticmethod
-    def of(path: tuple[str, ...], tensor: Tensor) -> Piece:
+    def of(path: tuple[str, ...], tensor: Tensor) -> TensorShard:
         """The piece of a DTensor over the whole world, or of a plain tensor that every rank holds whole."""
         shape = tuple(tensor.shape)
         if not isinstance(tensor, DTensor):
-            return Piece(path, shape, tensor.dtype, Layout.replicated(tensor.ndim), Mesh(()), tensor.detach())
+            return TensorShard(path, shape, tensor.dtype, Layout.replicated(tensor.ndim), Mesh(()), tensor.detach())
         layout, mesh = layout_of(tensor)
         with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
             local = tensor.to_local()  # without a node of autograd
-        return Piece(path, shape, tensor.dtype, layout, mesh, local.detach())
+        return TensorShard(path, shape, tensor.dtype, layout, mesh, local.detach())
 
     def box(self, rank: int) -> Box:
         """Return what ``rank`` holds."""
@@ -118,7 +118,7 @@ def cut(box: Box, item_bytes: int, largest_bytes: int = LARGEST_CHUNK_BYTES) -> 
     ]
 
 
-def shares(pieces: Sequence[Piece], world_size: int) -> list[Share]:
+def shares(pieces: Sequence[TensorShard], world_size: int) -> list[Share]:
     """Every chunk once, spread over the ranks that hold it so that they write about equally many bytes.
 
     What fewest ranks hold is given away first, then the largest: the freely movable chunks even out the rest.

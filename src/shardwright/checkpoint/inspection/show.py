@@ -103,7 +103,6 @@ def _about(manifest: Manifest) -> Table:
 
 
 def _contents(manifest: Manifest) -> Table:
-    """Tensors, numbers and bytes of each section."""
     table = _table(
         "what", "tensors", "numbers", "bytes", "dtypes", "values", right=("tensors", "numbers", "bytes", "values")
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from shardwright.checkpoint.format.manifest import BLOCK_BYTES, LATEST, MANIFEST, Manifest, Place, TensorEntry
+from shardwright.checkpoint.format.manifest import BLOCK_BYTES, LATEST, MANIFEST, Extent, Manifest, TensorEntry
 from shardwright.checkpoint.loading.source import (
     Damage,
     Source,
@@ -70,7 +70,6 @@ def verify(where: str | os.PathLike[str] | Folder) -> list[Verified]:
 
 
 def verify_one(folder: Folder) -> Verified:
-    """Read all of one checkpoint."""
     with waiting_for(f"verifying {folder.where}"):
         return _verified(folder)
 
@@ -118,9 +117,9 @@ def _unexpected(names: Iterable[str], manifest: Manifest) -> Iterator[Damage]:
         yield Damage(name, None, "does not belong to the checkpoint: its manifest does not know it")
 
 
-def _places(manifest: Manifest) -> dict[str, list[tuple[str, Place]]]:
+def _places(manifest: Manifest) -> dict[str, list[tuple[str, Extent]]]:
     """The containers of every file, by where they start, with their entries."""
-    found: dict[str, dict[Place, str]] = {}
+    found: dict[str, dict[Extent, str]] = {}
     for entry in manifest.entries.values():
         parts = [chunk.place for chunk in entry.chunks] if isinstance(entry, TensorEntry) else [entry.place]
         for place in parts:
@@ -151,7 +150,7 @@ def _containers(source: Source, sizes: dict[str, int]) -> Iterator[Damage]:
                 yield from damage
 
 
-def _gaps(manifest: Manifest, file: str, places: Iterable[Place]) -> Iterator[Damage]:
+def _gaps(manifest: Manifest, file: str, places: Iterable[Extent]) -> Iterator[Damage]:
     at = 0
     for place in places:
         if place.start != at:
@@ -162,7 +161,7 @@ def _gaps(manifest: Manifest, file: str, places: Iterable[Place]) -> Iterator[Da
         yield Damage(file, None, f"no entry covers its bytes from {at} on")
 
 
-def _blocks(source: Source, name: str, place: Place) -> list[Damage]:
+def _blocks(source: Source, name: str, place: Extent) -> list[Damage]:
     step = max(source.folder.piece_bytes // BLOCK_BYTES, 1)
     memory = bytearray(min(step * BLOCK_BYTES, place.length))
     found = []

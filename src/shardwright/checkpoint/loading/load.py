@@ -1,8 +1,8 @@
 """Load any checkpoint into any layout: each rank reads the blocks in which its own parts lie, and no others.
 
-A rank needs a box of every tensor (``Piece.box``) and finds, in the manifest, the chunks that overlap it. What is one
-stretch of a file and one stretch of memory is read from the one into the other; where a dim but the first was cut, the
-rows are read in slabs from the first needed element to the last, and copied from there.
+A rank needs a box of every tensor (``TensorShard.box``) and finds, in the manifest, the chunks that overlap it. What is
+one stretch of a file and one stretch of memory is read from the one into the other; where a dim but the first was cut,
+the rows are read in slabs from the first needed element to the last, and copied from there.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torch import Tensor
 
 from shardwright.checkpoint.format.containers import memory_of
 from shardwright.checkpoint.format.manifest import BLOCK_BYTES, Box, Chunk, Manifest, TensorEntry, ValueEntry
-from shardwright.checkpoint.format.pieces import Piece, State
+from shardwright.checkpoint.format.pieces import State, TensorShard
 from shardwright.checkpoint.loading.match import Match, Path, Rename, match
-from shardwright.checkpoint.loading.source import Reading, Source, open_source
+from shardwright.checkpoint.loading.source import BlockRead, Source, open_source
 from shardwright.checkpoint.saving.asynchronous import wait_copied
 from shardwright.checkpoint.storage.folders import Folder
 from shardwright.errors import CheckpointError
@@ -54,10 +54,10 @@ def load(
 ) -> LoadedState:
     """Fill the tensors of ``wanted`` in place from a checkpoint, each DTensor with this rank's part of it.
 
-    ``wanted`` maps paths to tensors, DTensors or `Piece`\\ s, whose memory is filled, or to anything else: then what
-    the checkpoint has there is returned in `LoadedState.values`, a tensor whole. No rank waits for another; every rank
-    calls it with the same names. ``rank`` is this process's own where not given. ``rename`` says how the parameters
-    of the checkpoint are called here, ``{"encoder.*": "backbone.*"}`` or a function of a name.
+    ``wanted`` maps paths to tensors, DTensors or `TensorShard`\\ s, whose memory is filled, or to anything else: then
+    what the checkpoint has there is returned in `LoadedState.values`, a tensor whole. No rank waits for another; every
+    rank calls it with the same names. ``rank`` is this process's own where not given. ``rename`` says how the
+    parameters of the checkpoint are called here, ``{"encoder.*": "backbone.*"}`` or a function of a name.
 
     With ``strict=False`` what fits is loaded, into other dtypes too, and `LoadedState.match` names the rest.
 
@@ -81,9 +81,9 @@ def load(
             target = wanted[path]
             if isinstance(entry, ValueEntry):
                 continue
-            if not isinstance(target, Tensor | Piece):
+            if not isinstance(target, Tensor | TensorShard):
                 target = values[path] = torch.empty(entry.shape, dtype=entry.dtype)
-            jobs += _jobs(entry, target if isinstance(target, Piece) else Piece.of(path, target), rank)
+            jobs += _jobs(entry, target if isinstance(target, TensorShard) else TensorShard.of(path, target), rank)
     source.check_files()
     wait_copied()
     for path, entry in found.pairs:
@@ -94,14 +94,12 @@ def load(
 
 
 def read_box(source: Source, entry: TensorEntry, box: Box) -> Tensor:
-    """A part of a tensor, as a plain tensor."""
     part = torch.empty(box.sizes, dtype=entry.dtype)
     _run(source, _jobs_of(entry, box, part), source.folder.threads)
     return part
 
 
 def read_whole(source: Source, entry: TensorEntry, into: Tensor) -> None:
-    """All of a tensor, into a plain tensor of its shape."""
     _run(source, _jobs_of(entry, Box((0,) * len(entry.shape), entry.shape), into), source.folder.threads)
 
 
@@ -124,7 +122,7 @@ class _Job:
     together: bool
 
 
-def _jobs(entry: TensorEntry, piece: Piece, rank: int) -> list[_Job]:
+def _jobs(entry: TensorEntry, piece: TensorShard, rank: int) -> list[_Job]:
     if piece.layout.partial:
         raise CheckpointError(
             f"{entry.name} is partial over {', '.join(piece.layout.partial)} here: the ranks hold summands of it, "
@@ -215,7 +213,7 @@ class _Slabs(threading.local):
         return self.memory[:size_bytes]
 
 
-def _pieces(source: Source, job: _Job) -> list[Reading]:
+def _pieces(source: Source, job: _Job) -> list[BlockRead]:
     """Return how a job is read where it is one stretch both in the file and in memory; nothing where it is not."""
     place, dtype, target = job.chunk.place, job.entry.dtype, job.target
     if not job.together or target.dtype != dtype or target.device.type != "cpu" or not target.is_contiguous():

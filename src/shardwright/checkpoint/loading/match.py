@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardwright.checkpoint.format.manifest import Entry, TensorEntry
-from shardwright.checkpoint.format.pieces import Piece, State
+from shardwright.checkpoint.format.pieces import State, TensorShard
 from shardwright.errors import CheckpointError, UsageError
 
 Path = tuple[str, ...]
@@ -107,7 +107,11 @@ def match(
             differing.append(f"{name} {told}")
         else:
             pairs.append((path, entry))
-            if isinstance(target, Tensor | Piece) and isinstance(entry, TensorEntry) and target.dtype != entry.dtype:
+            if (
+                isinstance(target, Tensor | TensorShard)
+                and isinstance(entry, TensorEntry)
+                and target.dtype != entry.dtype
+            ):
                 converted.append(f"{name} is {_dtype(entry.dtype)} in the checkpoint, {_dtype(target.dtype)} here")
     sections = {path[0] for path in wanted}
     extra = [".".join(path) for path in available if path[0] in sections and path not in wanted]
@@ -133,7 +137,7 @@ def _renamed(entries: Mapping[Path, Entry], rename: Rename | None) -> Mapping[Pa
 
 
 def _other_shape(target: object, entry: Entry) -> str | None:
-    if not isinstance(target, Tensor | Piece):
+    if not isinstance(target, Tensor | TensorShard):
         return None
     if not isinstance(entry, TensorEntry):
         return "is no tensor in the checkpoint, but one here"
@@ -171,7 +175,7 @@ def _suggested(found: Match, available: Mapping[Path, Entry], wanted: State) -> 
     known = set(found.extra)
     extra = {path: e for path, e in available.items() if ".".join(path) in known and isinstance(e, TensorEntry)}
     best: dict[str, str] = {}
-    left = [path for path in missing if isinstance(wanted[path], Tensor | Piece)]
+    left = [path for path in missing if isinstance(wanted[path], Tensor | TensorShard)]
     while left and len(best) < 3:
         pattern = _one_pattern(left[0], wanted, extra)
         if pattern is None:

@@ -21,8 +21,8 @@ from shardwright.checkpoint.format.manifest import (
     BLOCK_BYTES,
     LATEST,
     MANIFEST,
+    Extent,
     Manifest,
-    Place,
     ValueEntry,
     checksum,
     checksums,
@@ -48,13 +48,13 @@ class Damage:
         return f"{self.file}: {self.what}" + (f" (entry {self.entry})" if self.entry else "")
 
 
-class Reading(NamedTuple):
+class BlockRead(NamedTuple):
     """Blocks of a container from number ``block`` on: ``buffer`` takes all of them but so many bytes ``before`` and
     ``after``, which are read for the sake of the checksums.
     """
 
     entry: str
-    place: Place
+    place: Extent
     block: int
     buffer: memoryview
     before: int
@@ -94,7 +94,7 @@ class Source:
     def where(self) -> str:
         return self.folder.where
 
-    def read(self, entry: str, place: Place, start: int, buffer: memoryview) -> None:
+    def read(self, entry: str, place: Extent, start: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with the bytes of a container from its byte ``start`` on, and check every block of them.
 
         Raises:
@@ -103,7 +103,7 @@ class Source:
         for piece in self.pieces(entry, place, start, buffer):
             self.fetch(piece)
 
-    def pieces(self, entry: str, place: Place, start: int, buffer: memoryview) -> list[Reading]:
+    def pieces(self, entry: str, place: Extent, start: int, buffer: memoryview) -> list[BlockRead]:
         """Return what to give to `fetch` for ``buffer`` to be filled as by `read`."""
         stop, step = start + len(buffer), max(self.folder.piece_bytes // BLOCK_BYTES, 1)
         low, high = first, last = start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)
@@ -117,10 +117,10 @@ class Source:
             begin, finish = index * BLOCK_BYTES, min(end * BLOCK_BYTES, place.length)
             before, after = max(start - begin, 0), max(finish - stop, 0)
             part = buffer[begin + before - start : finish - after - start]
-            found.append(Reading(entry, place, index, part, before, after))
+            found.append(BlockRead(entry, place, index, part, before, after))
         return found
 
-    def fetch(self, piece: Reading) -> None:
+    def fetch(self, piece: BlockRead) -> None:
         """Read a piece and check it.
 
         Raises:
@@ -139,7 +139,7 @@ class Source:
         if found:
             raise self.damaged(found[0])
 
-    def _take(self, piece: Reading) -> list[Damage]:
+    def _take(self, piece: BlockRead) -> list[Damage]:
         """Read a block, unless it is here, and take what is wanted of it; what is wrong with it."""
         entry, place, index, buffer, before, after = piece
         scratch, key = self._scratch, (place.file, place.start, index)
@@ -152,7 +152,7 @@ class Source:
         buffer[:] = block[before : before + len(buffer)]
         return []
 
-    def check_blocks(self, entry: str, place: Place, index: int, *buffers: memoryview) -> list[Damage]:
+    def check_blocks(self, entry: str, place: Extent, index: int, *buffers: memoryview) -> list[Damage]:
         """Read the blocks of a container from number ``index`` on into ``buffers``, which together have their size;
         what is wrong with each of them. Few at once are summed while the processor has them in its cache.
         """
@@ -172,7 +172,6 @@ class Source:
         return [*_altered(entry, place, index, sums)]
 
     def value(self, entry: ValueEntry) -> Any:
-        """Return the value of an entry that is no tensor."""
         data = bytearray(entry.place.length)
         self.read(entry.name, entry.place, 0, memoryview(data))
         return torch.load(io.BytesIO(data), weights_only=True)
@@ -204,17 +203,16 @@ class Source:
             raise self.damaged(*found)
 
     def damaged(self, *found: Damage) -> CheckpointError:
-        """The error that tells of damage, and what to do."""
         return damage_error(self.folder, found)
 
 
-def _unwanted(place: Place, index: int, start: int, stop: int) -> int:
+def _unwanted(place: Extent, index: int, start: int, stop: int) -> int:
     """Return how many bytes of a block of a container do not lie in those from ``start`` to ``stop``."""
     first, last = index * BLOCK_BYTES, min((index + 1) * BLOCK_BYTES, place.length)
     return max(start - first, 0) + max(last - stop, 0)
 
 
-def _altered(entry: str, place: Place, index: int, sums: Sequence[str]) -> Iterator[Damage]:
+def _altered(entry: str, place: Extent, index: int, sums: Sequence[str]) -> Iterator[Damage]:
     """The blocks of a container from number ``index`` on whose checksums are not those that were written."""
     for number, found in enumerate(sums, index):
         if found != place.checksums[number]:

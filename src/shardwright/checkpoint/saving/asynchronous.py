@@ -127,7 +127,6 @@ class AsyncSaver:
 
     @property
     def saving(self) -> bool:
-        """Return whether a save is under way."""
         return self._save is not None and self._save.is_alive()
 
     def check(self) -> None:
@@ -204,7 +203,6 @@ class _Thread(threading.Thread):
 
 
 def _give_way() -> None:
-    """Make this thread nicer."""
     if sys.platform == "linux":
         own = threading.get_native_id()
         nice = min(os.getpriority(os.PRIO_PROCESS, own) + NICENESS, 19)

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwright.checkpoint.format.containers import Frame, frame_of
-from shardwright.checkpoint.format.manifest import BLOCK_BYTES, Place, checksum
+from shardwright.checkpoint.format.containers import ContainerFrame, frame_of
+from shardwright.checkpoint.format.manifest import BLOCK_BYTES, Extent, checksum
 from shardwright.checkpoint.saving.room import room_of
 from shardwright.checkpoint.saving.save import NO_BOX, Part, Prepared, Written
 from shardwright.checkpoint.storage.files import written
@@ -40,7 +40,7 @@ class _Container:
     part: Part
     source: Tensor | bytes
     start: int
-    frame: Frame
+    frame: ContainerFrame
     version: int | None = None
 
 
@@ -54,7 +54,7 @@ class Image:
         """Copy what is saved, but for the entries named in ``steady``, which `Copy.finish` copies."""
         found, size = [], 0
         for path, data in prepared.values.items():
-            found.append(_Container((".".join(path), NO_BOX), data, size, Frame(b"", len(data), b"")))
+            found.append(_Container((".".join(path), NO_BOX), data, size, ContainerFrame(b"", len(data), b"")))
             size += len(data)
         for part, tensor in prepared.parts.items():
             frame = frame_of(tensor.dtype, tensor.shape)
@@ -76,7 +76,7 @@ class Copy:
     def __init__(self, memory: Tensor, containers: Sequence[_Container]) -> None:
         self._memory = memory
         self._order = [container.part for container in containers]
-        self._places: dict[Part, Place] = {}
+        self._places: dict[Part, Extent] = {}
         self._later = [container for container in containers if container.version is not None]
         self._on_device = [c for c in containers if isinstance(c.source, Tensor) and c.source.is_cuda]
         for container in containers:
@@ -121,7 +121,7 @@ class Copy:
         places = {}
         for part in self._order:
             at = self._places[part]
-            places[part] = Place(name, at.start, at.length, at.data, at.checksums)
+            places[part] = Extent(name, at.start, at.length, at.data, at.checksums)
         return Written(name, self._size_bytes, places)
 
     def _put(self, container: _Container) -> None:
@@ -150,7 +150,7 @@ class Copy:
             if data is not None and low < high:
                 target[low:high] = data[low - frame.data : high - frame.data]  # without the interpreter's lock
             sums.append(checksum(target[first:last]))
-        self._places[container.part] = Place("", start, frame.length, frame.data, tuple(sums))
+        self._places[container.part] = Extent("", start, frame.length, frame.data, tuple(sums))
 
 
 def _changed(name: str) -> str:

@@ -27,14 +27,14 @@ from shardwright.checkpoint.format.manifest import (
     Box,
     Chunk,
     Entry,
+    Extent,
     FileRecord,
     Manifest,
-    Place,
     TensorEntry,
     ValueEntry,
     checksum,
 )
-from shardwright.checkpoint.format.pieces import Piece, State, shares
+from shardwright.checkpoint.format.pieces import State, TensorShard, shares
 from shardwright.checkpoint.storage.files import written
 from shardwright.checkpoint.storage.store import Save, Store, WritingPlace
 from shardwright.distributed.agreement import attempt
@@ -60,7 +60,7 @@ class Prepared:
     """
 
     described: tuple[str, ...]
-    pieces: Mapping[str, Piece]
+    pieces: Mapping[str, TensorShard]
     parts: Mapping[Part, Tensor]
     values: Mapping[tuple[str, ...], bytes]
     also: Mapping[tuple[str, ...], str]
@@ -72,7 +72,7 @@ class Written:
 
     file: str
     size_bytes: int
-    places: Mapping[Part, Place]
+    places: Mapping[Part, Extent]
 
 
 def prepare(state: State, ranks: Ranks) -> Prepared:
@@ -81,18 +81,18 @@ def prepare(state: State, ranks: Ranks) -> Prepared:
     Raises:
         CheckpointError: where an entry cannot be saved, or two have one name.
     """
-    pieces: dict[str, Piece] = {}
+    pieces: dict[str, TensorShard] = {}
     values: dict[tuple[str, ...], bytes] = {}
     also: dict[tuple[str, ...], str] = {}
     first: dict[int, str] = {}
     described = []
     for path, value in state.items():
         name = _name(path)
-        if isinstance(value, Tensor | Piece) and first.setdefault(id(value), name) != name:
+        if isinstance(value, Tensor | TensorShard) and first.setdefault(id(value), name) != name:
             also[path] = first[id(value)]
             described.append(f"{name}: the same as {also[path]}")
-        elif isinstance(value, Tensor | Piece):
-            piece = value if isinstance(value, Piece) else Piece.of(path, value)
+        elif isinstance(value, Tensor | TensorShard):
+            piece = value if isinstance(value, TensorShard) else TensorShard.of(path, value)
             _check(piece)
             pieces[name] = piece
             described.append(f"{name}: {piece.dtype} {list(piece.shape)} {piece.layout} on {piece.mesh}")
@@ -133,8 +133,7 @@ def _dtensors_in(value: Any, place: str, seen: set[int]) -> Iterator[str]:
                 yield from _dtensors_in(each, f"{place}[{key!r}]", seen)
 
 
-def _part(piece: Piece, box: Box, rank: int) -> Tensor:
-    """A view of a box that this rank holds."""
+def _part(piece: TensorShard, box: Box, rank: int) -> Tensor:
     return box.of_tensor(piece.local, piece.box(rank))
 
 
@@ -149,7 +148,7 @@ def _twice(state: State) -> str:
     return next(name for name in names if names.count(name) > 1)
 
 
-def _check(piece: Piece) -> None:
+def _check(piece: TensorShard) -> None:
     if piece.layout.partial:
         raise CheckpointError(
             f"the entry {piece.name} is a partial sum over {', '.join(piece.layout.partial)}; sum it up before saving"
@@ -242,7 +241,7 @@ def _agree(ranks: Ranks, failure: str | None, described: Sequence[str]) -> str |
 def _write_share(store: Store, place: WritingPlace, prepared: Prepared, rank: int) -> Written:
     """Write the chunks of this rank, and on rank 0 the values; to the disk. No file where there is nothing."""
     name = place.file(rank)
-    places: dict[Part, Place] = {}
+    places: dict[Part, Extent] = {}
     if not prepared.values and not prepared.parts:
         return Written(name, 0, places)
     about = sum(len(data) for data in prepared.values.values()) + sum(part.nbytes for part in prepared.parts.values())
@@ -265,7 +264,6 @@ def _finish(
     info: Mapping[str, Any],
     files: Mapping[str, bytes],
 ) -> Manifest:
-    """Write the indexes, and commit."""
     entries = _entries(prepared, parts)
     records = {w.file: FileRecord(w.size_bytes) for w in parts if w.places}
     index = metadata(Manifest(entries, {}))
@@ -317,7 +315,6 @@ def _first_failure(answers: Sequence[Any]) -> str | None:
 
 
 def _difference(answers: Sequence[Any]) -> str:
-    """The first entry in which a rank differs from rank 0."""
     ours = answers[0][1]
     rank, theirs = next((r, lines) for r, (_, lines) in enumerate(answers) if lines != ours)
     line = min(set(ours) ^ set(theirs))

@@ -46,7 +46,6 @@ class LocalFiles:
     """A file system of this host, or one that is mounted on it."""
 
     def make_directory(self, path: str) -> None:
-        """Make a directory in one that is there."""
         os.mkdir(path)
 
     def list(self, path: str) -> list[str]:
@@ -108,7 +107,6 @@ class LocalFiles:
         os.unlink(path)
 
     def remove_directory(self, path: str) -> None:
-        """Remove an empty directory."""
         os.rmdir(path)
 
     def lock(self, path: str, owner: str) -> FileLock:

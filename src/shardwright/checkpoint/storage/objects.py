@@ -129,7 +129,6 @@ class ObjectFiles:
         self.system.makedirs(path, exist_ok=True)
 
     def list(self, path: str) -> Any:
-        """The names under a prefix, sorted."""
         self.system.invalidate_cache(path)
         try:
             found = self.system.ls(path, detail=False)
@@ -257,12 +256,10 @@ class ObjectLock:
             raise Locked(_owner(self.files.read_if_there(self.path))) from None
 
     def beat(self) -> None:
-        """Write it anew."""
         with self._at_it:
             self.files.system.pipe_file(self.path, self._said())
 
     def is_held(self) -> bool:
-        """Return whether the lock that is there is still this one."""
         return self._there() == self._nonce
 
     def stop(self) -> None:

@@ -79,7 +79,6 @@ class Store:
         self.retention = retention
 
     def path(self, name: str) -> str:
-        """Return where the checkpoint ``name`` lies."""
         return f"{self.directory}/{name}"
 
     def manifest(self, name: str) -> Manifest:
@@ -178,7 +177,6 @@ class Store:
             self.files.unlock(save.lock)
 
     def _make_room(self, name: str, nonce: str) -> str:
-        """The directory to write the checkpoint ``name`` into, made and empty."""
         directory = self.path(f"{SAVING}{name}-{nonce}")
         self.files.make_directory(directory)
         return directory

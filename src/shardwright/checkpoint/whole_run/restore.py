@@ -28,7 +28,7 @@ from shardwright.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class Loading:
+class RunRestore:
     """A load that fits, as far as can be known before any tensor is read. Nothing has been changed so far."""
 
     source: Source
@@ -40,7 +40,7 @@ class Loading:
     rename: Rename | None
 
     @staticmethod
-    def of(source: Source, run: Run, strict: bool, rename: Rename | None) -> Loading:
+    def of(source: Source, run: Run, strict: bool, rename: Rename | None) -> RunRestore:
         entries = {entry.path: entry for entry in source.manifest.entries.values()}
         values = {p[1]: source.value(e) for p, e in entries.items() if p[0] == "run" and isinstance(e, ValueEntry)}
         for name in run.others:
@@ -67,7 +67,7 @@ class Loading:
             _check_tied(source, {entry.path: entry for entry in renamed}, wanted)
         if run.loader is not None and "loader" in values:
             run.loader.load_state_dict(values["loader"])
-        return Loading(source, run, wanted, groups, values, strict, rename)
+        return RunRestore(source, run, wanted, groups, values, strict, rename)
 
     def fill(self) -> tuple[str, ...]:
         """Read the tensors; the names of what is not loaded."""

@@ -86,7 +86,6 @@ class Run:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan by which the model runs, if there is one."""
         ours = parallelized(self.model)
         return None if ours is None else ours.plan
 
@@ -119,7 +118,6 @@ def steady(run: Run, state: Mapping[Path, Any]) -> set[Path]:
 
 
 def name_of(step: int) -> str:
-    """The name of the checkpoint after so many steps."""
     if step < 0:
         raise UsageError(f"expected step, the optimizer steps done, to be at least 0, got {step}")
     return f"step-{step:08d}"

@@ -272,7 +272,6 @@ def random_state() -> dict[str, Any]:
 
 
 def put_random_state(state: Mapping[str, Any]) -> None:
-    """Set the generators as they were."""
     random.setstate(state["python"])
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))

@@ -57,11 +57,9 @@ class Batch(tuple[torch.Tensor, ...]):
         return f"Batch(samples {self.start} to {self.stop} of {self.global_size}: {tensors})"
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
-        """Return the samples on ``device``."""
         return self.of([t.to(device, non_blocking=non_blocking) for t in self])
 
     def of(self, tensors: Iterable[torch.Tensor]) -> Batch:
-        """Other tensors of the same samples."""
         return _rebuild(tuple(tensors), self.global_size, self.start, self.stop, self.ranges)
 
 

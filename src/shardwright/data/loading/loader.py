@@ -139,7 +139,6 @@ class IndexedLoader(Loader):
         self._rows = _Rows(dataset, batching.collate_fn, seed)
 
     def __len__(self) -> int:
-        """The number of global batches in a whole epoch."""
         return self._batches_after(0)
 
     def _batches_after(self, samples: int) -> int:
@@ -147,11 +146,9 @@ class IndexedLoader(Loader):
         return left // self.batch_size if self._drop_last else -(-left // self.batch_size)
 
     def _identity(self) -> dict[str, Any]:
-        """The arguments that fix the order of every epoch."""
         return {"seed": self._seed, "shuffle": self._shuffle, "dataset_size": len(self.dataset)}
 
     def _next(self) -> Position:
-        """Return where the next loop begins."""
         if not (self._shuffle or self._loaded):
             return Position(self.epoch)
         if self._position.samples and not self._batches_after(self._position.samples):

@@ -28,12 +28,10 @@ def shape_of(points: Points) -> Any:
 
 
 def area(points: Points) -> float:
-    """Return the area of the polygon, in square pixels."""
     return float(shape_of(points).area)
 
 
 def is_simple(points: Points) -> bool:
-    """Return whether the polygon has an area and does not cross itself."""
     shapely = library("shapely")
     if len(points) < 3:
         return False
@@ -42,7 +40,6 @@ def is_simple(points: Points) -> bool:
 
 
 def perimeter(points: Points) -> float:
-    """The length of the way around."""
     return float(np.linalg.norm(points - np.roll(points, 1, axis=0), axis=1).sum()) if len(points) else 0.0
 
 

@@ -94,7 +94,6 @@ class DetectionLoss:
 
 
 def recognition_loss(model: nn.Module, batch: Any) -> Tensor:
-    """Return the loss of a batch (images, texts, lengths) of words."""
     images, text, lengths = batch[:3]
     return ctc_loss(model(images.to(_dtype(model))), text, lengths)
 

@@ -44,7 +44,6 @@ def divisible(channels: float) -> int:
 
 
 def quarter_squeeze(channels: int) -> nn.Module:
-    """Return a `Squeeze` of a quarter of the channels."""
     return Squeeze(channels, channels // 4)
 
 

@@ -31,7 +31,6 @@ class Necks(nn.Module):
         return self.join([_enlarged(part, parts[0]) for part in reversed(parts)])
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the parts in one tensor."""
         return torch.cat(list(parts), dim=1)
 
 

@@ -37,7 +37,6 @@ class Published:
 
     @property
     def url(self) -> str:
-        """Return where the file is."""
         return ADDRESS + self.file
 
     def problems(self, options: Any) -> list[str]:

@@ -16,7 +16,7 @@ from shardwright.ocr.networks.necks import LevelPyramid, ScaleFusion, WeighedPyr
 from shardwright.ocr.networks.published import MOBILENET, RESNET18, RESNET50, Published
 from shardwright.ocr.samples.sample import Task
 from shardwright.training.zoo.ranges import at_least, between, more_than
-from shardwright.training.zoo.rows import Table
+from shardwright.training.zoo.rows import ChoiceTable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +189,7 @@ class CTCLoss(Named):
 
 
 @dataclass(frozen=True)
-class Part:
+class PartRow:
     """A choice for one of the sections, for one task.
 
     ``make(options)`` is a backbone where it is one; ``make(options, channels)`` a neck of detectors. ``published`` are
@@ -219,49 +219,51 @@ _SQUEEZES: Mapping[str, Callable[[int], nn.Module]] = {
 }
 
 
-BACKBONES = Table(
+BACKBONES = ChoiceTable(
     "model.backbone",
     {
-        "det_resnet18": Part(
+        "det_resnet18": PartRow(
             DetectionResNet, "det", lambda options: resnet18_pyramid(options.width, options.zero_init), RESNET18
         ),
-        "det_resnet50": Part(
+        "det_resnet50": PartRow(
             DetectionResNet, "det", lambda options: resnet50_pyramid(options.width, options.zero_init), RESNET50
         ),
-        "det_mobilenet_v3": Part(MobileNet, "det", _mobilenet, MOBILENET),
-        "det_mobilenet_v3_enhance": Part(EnhancedMobileNet, "det", _enhanced_mobilenet),
-        "rec_vgg7": Part(Staged, "rec", lambda options: VGG7(options.width)),
-        "rec_resnet34": Part(Staged, "rec", lambda options: ResNet34(options.width)),
+        "det_mobilenet_v3": PartRow(MobileNet, "det", _mobilenet, MOBILENET),
+        "det_mobilenet_v3_enhance": PartRow(EnhancedMobileNet, "det", _enhanced_mobilenet),
+        "rec_vgg7": PartRow(Staged, "rec", lambda options: VGG7(options.width)),
+        "rec_resnet34": PartRow(Staged, "rec", lambda options: ResNet34(options.width)),
     },
 )
-NECKS = Table(
+NECKS = ChoiceTable(
     "model.neck",
     {
-        "DBFPN": Part(
+        "DBFPN": PartRow(
             Fpn, "det",
             lambda options, channels: LevelPyramid(
                 channels, options.out_channels, options.bias,
                 ScaleFusion(options.out_channels, options.channel_attention) if options.use_asf else None,
             ),
         ),
-        "RSEFPN": Part(
+        "RSEFPN": PartRow(
             Rsefpn, "det",
             lambda options, channels: WeighedPyramid(channels, options.out_channels, options.shortcut),
         ),
-        "RNNEncoder": Part(Rnn, "rec"),
+        "RNNEncoder": PartRow(Rnn, "rec"),
     },
 )  # fmt: skip
-HEADS = Table(
+HEADS = ChoiceTable(
     "model.head",
     {
-        "DBHead": Part(DetectionHead, "det"),
-        "DBHeadEnhance": Part(DetectionHead, "det"),
-        "CTCHead": Part(CTCHead, "rec"),
+        "DBHead": PartRow(DetectionHead, "det"),
+        "DBHeadEnhance": PartRow(DetectionHead, "det"),
+        "CTCHead": PartRow(CTCHead, "rec"),
     },
 )
-POSTPROCESSES = Table(
+POSTPROCESSES = ChoiceTable(
     "postprocess",
-    {"DBPostprocess": Part(DetectionPostprocess, "det"), "RecCTCLabelDecode": Part(Decoding, "rec")},
+    {"DBPostprocess": PartRow(DetectionPostprocess, "det"), "RecCTCLabelDecode": PartRow(Decoding, "rec")},
 )
-METRICS = Table("metric", {"DetMetric": Part(DetectionMetric, "det"), "RecMetric": Part(RecognitionMetric, "rec")})
-LOSSES = Table("loss", {"DBLoss": Part(DBLoss, "det"), "CTCLoss": Part(CTCLoss, "rec")})
+METRICS = ChoiceTable(
+    "metric", {"DetMetric": PartRow(DetectionMetric, "det"), "RecMetric": PartRow(RecognitionMetric, "rec")}
+)
+LOSSES = ChoiceTable("loss", {"DBLoss": PartRow(DBLoss, "det"), "CTCLoss": PartRow(CTCLoss, "rec")})

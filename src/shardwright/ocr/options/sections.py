@@ -13,7 +13,7 @@ from shardwright.training.zoo.ranges import at_least, between, more_than
 
 
 @dataclass(frozen=True, kw_only=True)
-class System:
+class TextSystem:
     """The processes of a run.
 
     ``mode`` 0 and 1 split the batch, as "data" does, and "auto" decides what is split. ``amp_level`` O0 computes in
@@ -146,7 +146,7 @@ class Loading:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train:
+class TextTrain:
     """The course of a run; its checkpoints, curve and table of results are in ``ckpt_save_dir``.
 
     ``steps`` ends it early, counted in optimizer steps. Checkpoints are written after every epoch, and after every
@@ -184,7 +184,7 @@ class Settings:
     ``eval`` may be missing where nothing is validated.
     """
 
-    system: System = field(default_factory=System)
+    system: TextSystem = field(default_factory=TextSystem)
     common: dict[str, Any] = field(default_factory=dict)
     model: Model
     postprocess: Any = field(metadata={"table": POSTPROCESSES})
@@ -193,7 +193,7 @@ class Settings:
     scheduler: Scheduler = field(default_factory=Scheduler)
     optimizer: Optimizer = field(default_factory=Optimizer)
     loss_scaler: LossScaler = field(default_factory=LossScaler)
-    train: Train
+    train: TextTrain
     eval: Evaluating | None = None
     predict: dict[str, Any] = field(default_factory=dict)
 

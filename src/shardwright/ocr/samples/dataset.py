@@ -17,7 +17,7 @@ from torch import Tensor
 from shardwright.data.order import permutation
 from shardwright.errors import DataError
 from shardwright.ocr.samples.labels import read_detection_list, read_icdar, read_word_list
-from shardwright.ocr.samples.sample import Array, NeedsLabel, Sample, Source, Step, Task, generator
+from shardwright.ocr.samples.sample import Array, NeedsLabel, PipelineStep, Sample, SampleSource, Task, generator
 from shardwright.ocr.samples.synthtext import SynthText
 from shardwright.ocr.samples.words import WordDatabase
 
@@ -34,7 +34,7 @@ class Sources:
     def __init__(
         self,
         size: int,
-        source: Callable[[int], Source],
+        source: Callable[[int], SampleSource],
         share: float,
         where: str,
         texts: Callable[[Array], Iterable[str | None]] | None = None,
@@ -46,7 +46,7 @@ class Sources:
         self._kept = None if kept == size else np.sort(permutation(size, seed=0)[:kept])
         self.size = kept
 
-    def __getitem__(self, number: int) -> Source:
+    def __getitem__(self, number: int) -> SampleSource:
         return self._source(number if self._kept is None else int(self._kept[number]))
 
     def fitting(self, step: NeedsLabel) -> tuple[Sources, Counter[str]]:
@@ -83,8 +83,7 @@ def in_words(wrong: Mapping[str, int]) -> str:
     return "; ".join(f"{count} {why}" for why, count in sorted(wrong.items()))
 
 
-def file_sources(listed: Sequence[Source], share: float, where: str) -> Sources:
-    """Sources that are known one by one."""
+def file_sources(listed: Sequence[SampleSource], share: float, where: str) -> Sources:
     return Sources(len(listed), listed.__getitem__, share, where)
 
 
@@ -95,10 +94,10 @@ def detection_images(images: Path, labels: Path, share: float) -> Sources:
         DataError: where a file is missing or a line is broken.
     """
     if not labels.is_dir():
-        listed = [Source(name, _reader(images / name), boxes) for name, boxes in read_detection_list(labels)]
+        listed = [SampleSource(name, _reader(images / name), boxes) for name, boxes in read_detection_list(labels)]
         return file_sources(listed, share, str(labels))
     files = sorted(path for path in images.glob("*") if path.suffix.lower() in IMAGES)
-    listed = [Source(path.name, _reader(path), read_icdar(labels / f"gt_{path.stem}.txt")) for path in files]
+    listed = [SampleSource(path.name, _reader(path), read_icdar(labels / f"gt_{path.stem}.txt")) for path in files]
     return file_sources(listed, share, f"the folder {images}")
 
 
@@ -110,9 +109,9 @@ def synthetic_images(images: Path, labels: Path, share: float) -> Sources:
     """
     found = SynthText(labels)
 
-    def source(number: int) -> Source:
+    def source(number: int) -> SampleSource:
         name, boxes = found.image(number)
-        return Source(name, _reader(images / name), boxes)
+        return SampleSource(name, _reader(images / name), boxes)
 
     return Sources(found.size, source, share, str(labels))
 
@@ -123,7 +122,7 @@ def word_images(images: Path, labels: Path, share: float) -> Sources:
     Raises:
         DataError: where the file is missing or a line is broken.
     """
-    listed = [Source(name, _reader(images / name), text=text) for name, text in read_word_list(labels)]
+    listed = [SampleSource(name, _reader(images / name), text=text) for name, text in read_word_list(labels)]
     return file_sources(listed, share, str(labels))
 
 
@@ -137,7 +136,7 @@ def word_database(folder: Path, share: float) -> Sources:
     databases = [WordDatabase(each) for each in folders or [folder]]
     ends = np.cumsum([database.size for database in databases])
 
-    def source(number: int) -> Source:
+    def source(number: int) -> SampleSource:
         at = int(np.searchsorted(ends, number, side="right"))
         return databases[at].source(number - int(ends[at] - databases[at].size) + 1)
 
@@ -178,7 +177,12 @@ class TextImages(torch.utils.data.Dataset[Any]):
     """
 
     def __init__(
-        self, sources: Sequence[Sources], steps: Sequence[Step], columns: Sequence[str], limit: Limit, task: Task
+        self,
+        sources: Sequence[Sources],
+        steps: Sequence[PipelineStep],
+        columns: Sequence[str],
+        limit: Limit,
+        task: Task,
     ) -> None:
         self._sources, self._steps, self.columns, self._limit = list(sources), list(steps), tuple(columns), limit
         self.task = task
@@ -200,10 +204,9 @@ class TextImages(torch.utils.data.Dataset[Any]):
 
     @property
     def failed(self) -> int:
-        """Return how many samples have failed so far."""
         return int(self._failed.sum())
 
-    def source(self, index: int) -> Source:
+    def source(self, index: int) -> SampleSource:
         """Return where sample ``index`` comes from, and its label."""
         at = int(np.searchsorted(self._ends, index, side="right"))
         return self._sources[at][index - int(self._ends[at] - self._sources[at].size)]
@@ -227,7 +230,6 @@ class TextImages(torch.utils.data.Dataset[Any]):
         raise DataError("not one of the samples can be read")
 
     def prepared(self, index: int, random: np.random.Generator) -> Sample:
-        """Sample ``index`` after all steps."""
         source = self.source(index)
         sample = Sample(source.name, np.frombuffer(source.read(), np.uint8), list(source.boxes), source.text)
         for step in self._steps:

@@ -100,7 +100,6 @@ class RandomCropWithBBox:
         sample.image = padded(sample.image, crop_height, crop_width)
 
     def _window(self, sample: Sample, random: np.random.Generator) -> tuple[int, int, int, int]:
-        """(top, bottom, left, right)."""
         height, width = sample.size
         rows = _free([box.points[:, 1] for box in sample.boxes], height)
         columns = _free([box.points[:, 0] for box in sample.boxes], width)

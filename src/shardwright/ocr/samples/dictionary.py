@@ -30,12 +30,10 @@ class Dictionary:
 
     @property
     def classes(self) -> int:
-        """The characters and the blank."""
         return len(self.characters) + 1
 
     @cached_property
     def id_of(self) -> Mapping[str, int]:
-        """The id of each character."""
         return {character: at for at, character in enumerate(self.characters)}
 
     @cached_property

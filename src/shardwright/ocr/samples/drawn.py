@@ -204,7 +204,6 @@ def _placed(
 
 
 def _written(text: str, font: str | None, size: int) -> Array:
-    """The word alone, between 0 and 1, cut to its extent."""
     images, draws = library("PIL.Image"), library("PIL.ImageDraw")
     face = _font(font, size)
     left, top, right, bottom = face.getbbox(text)
@@ -214,7 +213,6 @@ def _written(text: str, font: str | None, size: int) -> Array:
 
 
 def _colours(random: np.random.Generator) -> tuple[Array, Array]:
-    """An ink and a paper that differ."""
     paper = random.random(3) * 255
     return _far_from(paper, random), paper
 

@@ -108,7 +108,6 @@ class RandomColorAdjust:
 
 
 def resized(image: Array, height: int, width: int) -> Array:
-    """The image in another size, bilinear."""
     cv2 = library("cv2")
     scaled: Array = cv2.resize(image, (max(1, width), max(1, height)), interpolation=cv2.INTER_LINEAR)
     return scaled

@@ -8,12 +8,12 @@ from typing import Any
 
 from shardwright.errors import DataError, UsageError
 from shardwright.ocr.samples import detection, images, recognition, targets
-from shardwright.ocr.samples.sample import Step, Task
+from shardwright.ocr.samples.sample import PipelineStep, Task
 from shardwright.training.zoo.reading import Problems, near, read
 
 
 @dataclass(frozen=True)
-class Kind:
+class StepRow:
     """A step: ``make`` is its class, whose fields are its keys.
 
     ``tasks`` are those that it is for; ``training`` says that it makes what only the loss is given, so that it is left
@@ -25,37 +25,37 @@ class Kind:
     training: bool = False
 
 
-STEPS: Mapping[str, Kind] = {
-    "DecodeImage": Kind(images.DecodeImage),
-    "NormalizeImage": Kind(images.NormalizeImage),
-    "Normalize": Kind(images.Normalize),
-    "ToCHWImage": Kind(images.ToCHWImage),
-    "HWC2CHW": Kind(images.ToCHWImage),
-    "RandomColorAdjust": Kind(images.RandomColorAdjust),
-    "DetLabelEncode": Kind(detection.DetLabelEncode, ("det",)),
-    "RandomHorizontalFlip": Kind(detection.RandomHorizontalFlip, ("det",)),
-    "RandomRotate": Kind(detection.RandomRotate, ("det",)),
-    "RandomScale": Kind(detection.RandomScale, ("det",)),
-    "RandomCropWithBBox": Kind(detection.RandomCropWithBBox, ("det",)),
-    "ValidatePolygons": Kind(detection.ValidatePolygons, ("det",)),
-    "DetResize": Kind(detection.DetResize, ("det",)),
-    "ShrinkBinaryMap": Kind(targets.ShrinkBinaryMap, ("det",), training=True),
-    "BorderMap": Kind(targets.BorderMap, ("det",), training=True),
-    "RecCTCLabelEncode": Kind(recognition.RecCTCLabelEncode, ("rec",), training=True),
-    "Rotate90IfVertical": Kind(recognition.Rotate90IfVertical, ("rec",)),
-    "RecResizeImg": Kind(recognition.RecResizeImg, ("rec",)),
-    "RecResizeNormForInfer": Kind(recognition.RecResizeNormForInfer, ("rec",)),
+STEPS: Mapping[str, StepRow] = {
+    "DecodeImage": StepRow(images.DecodeImage),
+    "NormalizeImage": StepRow(images.NormalizeImage),
+    "Normalize": StepRow(images.Normalize),
+    "ToCHWImage": StepRow(images.ToCHWImage),
+    "HWC2CHW": StepRow(images.ToCHWImage),
+    "RandomColorAdjust": StepRow(images.RandomColorAdjust),
+    "DetLabelEncode": StepRow(detection.DetLabelEncode, ("det",)),
+    "RandomHorizontalFlip": StepRow(detection.RandomHorizontalFlip, ("det",)),
+    "RandomRotate": StepRow(detection.RandomRotate, ("det",)),
+    "RandomScale": StepRow(detection.RandomScale, ("det",)),
+    "RandomCropWithBBox": StepRow(detection.RandomCropWithBBox, ("det",)),
+    "ValidatePolygons": StepRow(detection.ValidatePolygons, ("det",)),
+    "DetResize": StepRow(detection.DetResize, ("det",)),
+    "ShrinkBinaryMap": StepRow(targets.ShrinkBinaryMap, ("det",), training=True),
+    "BorderMap": StepRow(targets.BorderMap, ("det",), training=True),
+    "RecCTCLabelEncode": StepRow(recognition.RecCTCLabelEncode, ("rec",), training=True),
+    "Rotate90IfVertical": StepRow(recognition.Rotate90IfVertical, ("rec",)),
+    "RecResizeImg": StepRow(recognition.RecResizeImg, ("rec",)),
+    "RecResizeNormForInfer": StepRow(recognition.RecResizeNormForInfer, ("rec",)),
 }
 
 
-def read_steps(listed: Sequence[Any], task: Task, path: str, training: bool) -> list[Step]:
+def read_steps(listed: Sequence[Any], task: Task, path: str, training: bool) -> list[PipelineStep]:
     """The steps of a pipeline; ``path`` is where it stands in the configuration.
 
     Raises:
         UsageError: with a line for each step and key that is unknown, and each value of another type.
     """
     problems: Problems = []
-    steps: list[Step] = []
+    steps: list[PipelineStep] = []
     for at, one in enumerate(listed):
         step = _read(one, task, f"{path}[{at}]", problems, training)
         steps += [] if step is None else [step]
@@ -64,7 +64,7 @@ def read_steps(listed: Sequence[Any], task: Task, path: str, training: bool) -> 
     return steps
 
 
-def _read(one: Any, task: Task, path: str, problems: Problems, training: bool) -> Step | None:
+def _read(one: Any, task: Task, path: str, problems: Problems, training: bool) -> PipelineStep | None:
     if isinstance(one, str):
         one = {one: None}
     if not isinstance(one, Mapping) or len(one) != 1:
@@ -80,7 +80,7 @@ def _read(one: Any, task: Task, path: str, problems: Problems, training: bool) -
     if STEPS[name].training and not training:
         return None
     try:
-        found: Step | None = read(STEPS[name].make, keys or {}, f"{path}.{name}", problems)
+        found: PipelineStep | None = read(STEPS[name].make, keys or {}, f"{path}.{name}", problems)
     except (DataError, UsageError) as error:  # of values that do not fit each other, or name files that are not there
         problems.append(f"{path}.{name}: {error}")
         return None

@@ -40,7 +40,6 @@ class RecCTCLabelEncode:
         sample.columns |= {"text_seq": sequence, "text_length": np.asarray(len(ids), np.int64)}
 
     def misfit(self, text: str) -> str | None:
-        """See `NeedsLabel`."""
         count = len(self._ids(text))
         if not count:
             return "without a character of the dictionary"
@@ -61,7 +60,6 @@ class LongestWord:
         return
 
     def misfit(self, text: str) -> str | None:
-        """See `NeedsLabel`."""
         return f"longer than max_text_len, {self.max_text_len}" if len(text) > self.max_text_len else None
 
 

@@ -28,7 +28,7 @@ class TextBox:
 
 
 @dataclass(frozen=True)
-class Source:
+class SampleSource:
     """The source of a sample, and its label.
 
     ``boxes`` are the texts of an image (detection), ``text`` the word that a cropped image shows (recognition).
@@ -64,7 +64,7 @@ class Sample:
         return int(height), int(width)
 
 
-class Step(Protocol):
+class PipelineStep(Protocol):
     """A step of a pipeline, whose fields are the keys that it has in a configuration."""
 
     def __call__(self, sample: Sample, random: np.random.Generator) -> None:

@@ -11,7 +11,7 @@ from torch.utils.data import get_worker_info
 
 from shardwright.errors import DataError
 from shardwright.ocr.libraries.extra import library
-from shardwright.ocr.samples.sample import Source
+from shardwright.ocr.samples.sample import SampleSource
 
 
 class WordDatabase:
@@ -32,12 +32,12 @@ class WordDatabase:
                 "out of data_dir"
             )
 
-    def source(self, number: int) -> Source:
+    def source(self, number: int) -> SampleSource:
         """The word ``number``, counted from 1, whose image is read when it is asked for."""
         label = self._get(f"label-{number:09d}")
         if label is None:
             raise DataError(f"the database {self.folder} of {self.size} words has no key label-{number:09d}")
-        return Source(f"{self.folder}: image-{number:09d}", self.reader(number), text=label.decode("utf-8"))
+        return SampleSource(f"{self.folder}: image-{number:09d}", self.reader(number), text=label.decode("utf-8"))
 
     def texts(self, numbers: Iterable[int]) -> Iterator[str | None]:
         """The words of many numbers, read in a row; None stands for one that is missing or no UTF-8."""
@@ -46,7 +46,6 @@ class WordDatabase:
                 yield _decoded(reading.get(f"label-{number:09d}".encode()))
 
     def reader(self, number: int) -> Any:
-        """A function that gives the encoded image."""
         return lambda: self._image(number)
 
     def _image(self, number: int) -> bytes:

@@ -27,7 +27,7 @@ RETURNS = "(model, loss_fn, batch), with a list of batches where there are sever
 
 
 @dataclass(frozen=True)
-class Built:
+class BuiltModel:
     """The values of ``build()``. ``batches`` are global batches, at least one."""
 
     model: nn.Module
@@ -66,7 +66,7 @@ class BuildFunction:
     def __str__(self) -> str:
         return f"{self.path}:{self.name}"
 
-    def load(self) -> Callable[[], Built]:
+    def load(self) -> Callable[[], BuiltModel]:
         """Load the file, and return the function with its result checked.
 
         Raises:
@@ -75,7 +75,7 @@ class BuildFunction:
         """
         function = _function(_load(self.path), self.path, self.name)
 
-        def build() -> Built:
+        def build() -> BuiltModel:
             try:
                 result = function()
             except ShardwrightError:
@@ -140,7 +140,7 @@ def _describe(error: Exception, path: Path) -> str:
     return f"{type(error).__name__}: {error}{where}"
 
 
-def _checked(result: object, source: str) -> Built:
+def _checked(result: object, source: str) -> BuiltModel:
     from torch import nn
 
     if not isinstance(result, tuple) or len(result) not in (3, 4):
@@ -154,7 +154,7 @@ def _checked(result: object, source: str) -> Built:
     ):
         if not fits:
             raise UsageError(f"{source} must return {RETURNS}; its {name} is {type(value).__name__}, not {expected}")
-    return Built(model, loss_fn, as_batches(batches), pins or {})
+    return BuiltModel(model, loss_fn, as_batches(batches), pins or {})
 
 
 def as_batches(batches: Any) -> tuple[Any, ...]:

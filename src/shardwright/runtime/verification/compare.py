@@ -39,7 +39,6 @@ def gradients_of(module: nn.Module) -> Tensors:
 
 
 def parameters_of(module: nn.Module) -> Tensors:
-    """All parameters, whole."""
     return {name: gathered(parameter) for name, parameter in module.named_parameters()}
 
 
@@ -170,7 +169,6 @@ class Verification:
 
 
 def counted(number: int, noun: str) -> str:
-    """``1 step``, ``3 steps``."""
     return f"{number} {noun}" + "s" * (number != 1)
 
 

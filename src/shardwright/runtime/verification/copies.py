@@ -48,7 +48,6 @@ class Copies:
         return list(islice(cycle(self._batches), steps))
 
     def split(self, plan: Plan) -> ParallelModel:
-        """A copy that runs as the plan says."""
         try:
             return self._parallelized(mode="auto", plan=plan)
         except ShardwrightError as error:
@@ -56,11 +55,9 @@ class Copies:
             raise type(error)(f"in {self.dtype}: {error}\n{others}") from error
 
     def one_device(self) -> ParallelModel:
-        """A copy that runs whole on each rank, by the same rules."""
         return self._parallelized(mode="single")
 
     def plain(self) -> ParallelModel:
-        """A copy that plain PyTorch runs whole on each rank."""
         return PlainModel(self._copied(), self.loss_fn)
 
     def _parallelized(self, **options: Any) -> ParallelModel:

@@ -155,5 +155,4 @@ def _assign(kind: str, function: Callable[..., Any], name: str, value: Any) -> N
 
 
 def name_of(loop: Loop) -> str:
-    """Return the name of a loop where it is defined."""
     return getattr(loop, "__name__", type(loop).__name__)

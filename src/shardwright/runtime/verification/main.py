@@ -11,7 +11,7 @@ from shardwright.distributed.agreement import agree
 from shardwright.distributed.seed import set_seed
 from shardwright.distributed.world import init
 from shardwright.errors import ShardwrightError, UsageError
-from shardwright.runtime.verification.build import BuildFunction, Built
+from shardwright.runtime.verification.build import BuildFunction, BuiltModel
 from shardwright.runtime.verification.loop import Loop
 from shardwright.runtime.verification.verify import verify
 
@@ -32,7 +32,7 @@ def main(target: str, verdict_file: str, options: dict[str, Any]) -> None:
         Path(verdict_file).write_text(json.dumps(verdict))
 
 
-def _build_everywhere(target: str, loop: str | None) -> tuple[Built, Loop | None]:
+def _build_everywhere(target: str, loop: str | None) -> tuple[BuiltModel, Loop | None]:
     """Return what ``build()`` returns, and a loop of its file by its name.
 
     Where either fails on some rank, every rank says so, and none is left waiting.

@@ -26,7 +26,7 @@ from shardwright.compiler.report.plans.summary import plan_summary
 from shardwright.compiler.report.plans.text_page import plan_page
 from shardwright.distributed.backends.table import usual_backend
 from shardwright.errors import ShardwrightError, UsageError
-from shardwright.runtime.verification.build import BuildFunction, Built
+from shardwright.runtime.verification.build import BuildFunction, BuiltModel
 
 T = TypeVar("T")
 
@@ -169,7 +169,7 @@ class _Stages:
         return result
 
 
-def _build_without_storage(build: Callable[[], Built]) -> tuple[Built, tuple[str, ...]]:
+def _build_without_storage(build: Callable[[], BuiltModel]) -> tuple[BuiltModel, tuple[str, ...]]:
     """A model that is too large for this machine can be planned, as long as its making reads no values."""
     try:
         with torch.device("meta"):
@@ -191,7 +191,6 @@ def _mesh(devices: int | None, mesh: str | None) -> Mesh:
 
 
 def _on_hosts(prices: Hardware | str, hosts: int | None, devices: int) -> Hardware:
-    """The prices of so many devices, evenly on hosts."""
     known = read_hardware(prices, usual_backend("cpu", shared=hosts != devices).name)
     if hosts is None:
         return known

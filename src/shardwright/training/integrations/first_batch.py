@@ -55,7 +55,6 @@ def _generators(loader: Any) -> list[torch.Generator]:
 
 
 def _parts(loader: Any) -> list[Any]:
-    """The loader, and what it is made of."""
     parts = [loader]
     for part in parts:  # which grows
         own = getattr(part, "__dict__", {})

@@ -44,7 +44,6 @@ class DeviceTraffic:
         return min(total.in_packets * each, total.in_bytes), min(total.out_packets * each, total.out_bytes)
 
     def payload(self) -> tuple[int, int]:
-        """The bytes in and out without those headers."""
         headers = self.headers()
         return self.total.in_bytes - headers[0], self.total.out_bytes - headers[1]
 
@@ -173,7 +172,6 @@ def _line(where: str, expected: tuple[float, float], predicted: Flows | None, de
 
 
 def _backend(world: World) -> Backend:
-    """The backend that moves tensors of this rank's device."""
     return backend_moving(world.device.type, world.backend)
 
 

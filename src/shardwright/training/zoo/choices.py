@@ -99,7 +99,6 @@ def groups_of(options: OptimizerOptions, parameters: Iterable[nn.Parameter]) -> 
 
 
 def make_sgd(options: Sgd, groups: Groups, lr: float) -> Optimizer:
-    """Stochastic gradient descent."""
     return torch.optim.SGD(groups, lr=lr, momentum=options.momentum, nesterov=options.nesterov)
 
 
@@ -111,7 +110,6 @@ def sgd_problems(options: Sgd) -> list[str]:
 
 
 def make_adamw(options: AdamW, groups: Groups, lr: float) -> Optimizer:
-    """Adam with a weight decay that is not part of the gradient."""
     first, second = options.betas
     return torch.optim.AdamW(groups, lr=lr, betas=(first, second), eps=options.eps)
 
@@ -134,7 +132,7 @@ class Cosine(ScheduleOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Steps(ScheduleOptions):
+class StepDecay(ScheduleOptions):
     """The options of a rate that is multiplied by ``factor`` after every so many epochs."""
 
     every_epochs: float = more_than(0, 30.0)
@@ -157,7 +155,7 @@ def make_cosine(options: Cosine, optimizer: Optimizer, length: RunLength) -> Lam
     return cosine_schedule(optimizer, steps=length.steps, warmup_steps=length.warmup_steps, floor=options.floor)
 
 
-def make_steps(options: Steps, optimizer: Optimizer, length: RunLength) -> LambdaLR:
+def make_steps(options: StepDecay, optimizer: Optimizer, length: RunLength) -> LambdaLR:
     every = max(1, round(options.every_epochs * length.steps_per_epoch))
     return step_schedule(optimizer, every_steps=every, factor=options.factor, warmup_steps=length.warmup_steps)
 

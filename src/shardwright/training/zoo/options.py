@@ -96,7 +96,7 @@ class Log:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trace:
+class TraceOptions:
     """The optimizer steps that torch's profiler traces on all ranks, counted from 1.
 
     ``train.output_dir``/trace.json is for ui.perfetto.dev.
@@ -126,4 +126,4 @@ class Config:
     train: Train = field(default_factory=Train)
     eval: Eval = field(default_factory=Eval)
     log: Log = field(default_factory=Log)
-    trace: Trace = field(default_factory=Trace)
+    trace: TraceOptions = field(default_factory=TraceOptions)

@@ -9,7 +9,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from shardwright.training.zoo.ranges import Range
-from shardwright.training.zoo.rows import Table
+from shardwright.training.zoo.rows import ChoiceTable
 
 Problems = list[str]
 
@@ -70,7 +70,7 @@ def _read_union(kinds: tuple[Any, ...], raw: Any, path: str, problems: Problems,
     return problems.append(f"{path}: expected {expected}, got {_shown(raw)}")
 
 
-def _read_chosen(table: Table[Any], raw: Any, path: str, problems: Problems) -> Any:
+def _read_chosen(table: ChoiceTable[Any], raw: Any, path: str, problems: Problems) -> Any:
     choices, key = tuple(table.rows), table.key
     if not isinstance(raw, dict) or key not in raw:
         return problems.append(f"{path}.{key} is missing; choose one of {', '.join(choices)}")

@@ -25,7 +25,7 @@ Decay = Literal["all", "matrices"]
 LossFunction = Callable[[nn.Module, Any], Any]
 
 
-class Row(Protocol):
+class ChoiceRow(Protocol):
     """A row of any table."""
 
     @property
@@ -33,11 +33,11 @@ class Row(Protocol):
         """The dataclass of the options, whose fields are the keys that this choice has."""
 
 
-R = TypeVar("R", bound=Row)
+R = TypeVar("R", bound=ChoiceRow)
 
 
 @dataclass(frozen=True)
-class Table(Generic[R]):
+class ChoiceTable(Generic[R]):
     """The choices that ``section`` of a configuration has, by name; its ``key`` says which of them is taken."""
 
     section: str
@@ -89,19 +89,16 @@ class Data:
 
     @property
     def sample_shape(self) -> torch.Size:
-        """The shape of one sample, without a batch dim."""
         shape: torch.Size = self.train[0][0].shape
         return shape
 
     @property
     def sample_dtype(self) -> torch.dtype:
-        """The type of the numbers or ids in a sample."""
         dtype: torch.dtype = self.train[0][0].dtype
         return dtype
 
     @property
     def target_shape(self) -> torch.Size:
-        """The shape of one target."""
         shape: torch.Size = self.train[0][1].shape
         return shape
 

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from shardwright.training.zoo import choices, datasets
 from shardwright.training.zoo.models import gpt, perceptron, resnet
 from shardwright.training.zoo.rows import (
+    ChoiceTable,
     Data,
     DataOptions,
     DataRow,
@@ -26,10 +27,9 @@ from shardwright.training.zoo.rows import (
     RunLength,
     ScheduleOptions,
     ScheduleRow,
-    Table,
 )
 
-DATA = Table(
+DATA = ChoiceTable(
     "data",
     {
         "mnist": DataRow(datasets.MnistData, datasets.make_mnist, "classes"),
@@ -41,7 +41,7 @@ DATA = Table(
     key="type",
 )
 
-MODELS = Table(
+MODELS = ChoiceTable(
     "model",
     {
         "perceptron": ModelRow(
@@ -82,7 +82,7 @@ MODELS = Table(
     },
 )
 
-LOSSES = Table(
+LOSSES = ChoiceTable(
     "loss",
     {
         "cross_entropy": LossRow(choices.CrossEntropy, choices.make_cross_entropy, "classes"),
@@ -90,7 +90,7 @@ LOSSES = Table(
     },
 )
 
-OPTIMIZERS = Table(
+OPTIMIZERS = ChoiceTable(
     "optimizer",
     {
         "sgd": OptimizerRow(choices.Sgd, choices.make_sgd, choices.sgd_problems),
@@ -98,12 +98,12 @@ OPTIMIZERS = Table(
     },
 )
 
-SCHEDULES = Table(
+SCHEDULES = ChoiceTable(
     "scheduler",
     {
         "constant": ScheduleRow(choices.Constant, choices.make_constant),
         "cosine": ScheduleRow(choices.Cosine, choices.make_cosine),
-        "step": ScheduleRow(choices.Steps, choices.make_steps),
+        "step": ScheduleRow(choices.StepDecay, choices.make_steps),
         "polynomial": ScheduleRow(choices.Polynomial, choices.make_polynomial),
     },
 )
@@ -119,7 +119,6 @@ def make_data(options: DataOptions) -> Data:
 
 
 def make_model(options: ModelOptions, data: Data) -> nn.Module:
-    """The model, its inputs and outputs as many as the data have where the options leave them open."""
     return MODELS.row(options).make(options, data)
 
 
@@ -145,11 +144,9 @@ def make_optimizer(options: OptimizerOptions, parameters: Iterable[nn.Parameter]
 
 
 def make_schedule(options: ScheduleOptions, optimizer: Optimizer, steps: int, steps_per_epoch: int) -> LambdaLR:
-    """The schedule of a run of ``steps`` optimizer steps."""
     length = RunLength(steps, steps_per_epoch, warmup_steps(options, steps_per_epoch))
     return SCHEDULES.row(options).make(options, optimizer, length)
 
 
 def warmup_steps(options: ScheduleOptions, steps_per_epoch: int) -> int:
-    """The optimizer steps over which the rate rises."""
     return options.warmup_steps or round(options.warmup_epochs * steps_per_epoch)

@@ -114,7 +114,6 @@ def job(name: str, overrides: Sequence[str], ranks: str) -> LaunchOptions:
 
 
 def _scaled_rate(config: Config, samples_per_step: int) -> tuple[float, str | None]:
-    """The learning rate, and where the configuration scales it, how."""
     options = config.optimizer
     base = options.base_batch or config.data.batch_size_per_rank
     if options.scale_lr == "none" or base is None:

@@ -173,7 +173,6 @@ class GPTOptions(ModelOptions):
 
 
 def make_gpt(options: GPTOptions, data: Data) -> GPT:
-    """A GPT for rows of ids as long as the samples."""
     return GPT(
         options.vocabulary or data.classes,
         options.width,

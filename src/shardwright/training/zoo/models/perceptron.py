@@ -64,7 +64,6 @@ class PerceptronOptions(ModelOptions):
 
 
 def make_perceptron(options: PerceptronOptions, data: Data) -> Perceptron:
-    """A perceptron that learns classes, or the numbers of a target."""
     outputs = options.num_classes or data.classes or data.target_shape.numel()
     return Perceptron(data.sample_shape.numel(), options.hidden, outputs)
 
@@ -83,7 +82,6 @@ class TwoMatmulsOptions(ModelOptions):
 
 
 def make_two_matmuls(options: TwoMatmulsOptions, data: Data) -> TwoMatmuls:
-    """The two products from the numbers of a sample to those of a target."""
     return TwoMatmuls(data.sample_shape.numel(), data.target_shape.numel())
 
 

@@ -154,12 +154,10 @@ class ResNetOptions(ModelOptions):
 
 
 def make_resnet18(options: ResNetOptions, data: Data) -> ResNet:
-    """`resnet18` with the classes of the data."""
     return resnet18(options.num_classes or data.classes, options.stem, options.width, options.zero_init)
 
 
 def make_resnet50(options: ResNetOptions, data: Data) -> ResNet:
-    """`resnet50` with the classes of the data."""
     return resnet50(options.num_classes or data.classes, options.stem, options.width, options.zero_init)
 
 
