@@ -18,6 +18,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  
 
 from shardwright.common.pulse import own_pulse
 from shardwright.distributed.agreement import from_all_ranks
+from shardwright.distributed.backends import shm
 from shardwright.distributed.backends.between.grid import Grid
 from shardwright.distributed.backends.gloo_threads import calm_receivers
 from shardwright.distributed.backends.group import backends_of
@@ -108,6 +109,7 @@ def init(
     own_pulse().beat()
     use_temporary(os.environ)
     asked = asked_device(device)
+    shm.register()  # also for groups; where the package is not installed torch has not found it by itself
     if dist.is_initialized():
         return _existing(backend, rank, world_size, asked)
     backend = backend or os.environ.get(BACKEND_VARIABLE) or None

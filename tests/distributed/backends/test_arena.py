@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ranks import run_ranks
+from shardwright.distributed.backends import shm
 from shardwright.distributed.backends.segment import arena
 from shardwright.distributed.backends.segment.arena import Arena
 from shardwright.errors import WorldError
@@ -85,6 +86,7 @@ def test_core_dumps_leave_it_out():
 
 
 def forked():
+    shm.register()
     dist.init_process_group("shm")
     group = dist.group.WORLD
     tensor = group.empty(MIB, torch.float32).fill_(1)
@@ -118,6 +120,7 @@ def test_a_forked_child_leaves_tensors_and_group_to_its_parent():
 
 def too_much():
     arena._MOST_BYTES, said = 3 * 2**20, io.StringIO()
+    shm.register()
     dist.init_process_group("shm")
     group = dist.group.WORLD
     with contextlib.redirect_stderr(said):

@@ -26,7 +26,7 @@ import shardwright as sw
 from ranks import run_ranks
 from shardwright.common import native_code
 from shardwright.compiler.mesh.processes import all_gather_single, reduce_scatter_single
-from shardwright.distributed.backends import shm_meeting
+from shardwright.distributed.backends import shm, shm_meeting
 from shardwright.distributed.backends.segment import native
 from shardwright.distributed.backends.segment.direct import Direct, can_reach
 from shardwright.distributed.backends.segment.memory import SLOTS_BYTES, SMALL_BYTES
@@ -506,6 +506,7 @@ FAILS = [
 
 def one_fails():
     """What is said, and who sums, where one rank fails at one step of making a group."""
+    shm.register()
     dist.init_process_group("gloo")
     found = []
     for name, error, rank in FAILS:

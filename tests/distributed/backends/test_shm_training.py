@@ -13,6 +13,7 @@ from torch import nn
 
 import shardwright as sw
 from ranks import run_ranks
+from shardwright.distributed.backends import shm
 from shardwright.distributed.backends.segment.arena import arena_bytes
 
 slow = pytest.mark.slow
@@ -55,6 +56,7 @@ def test_plans_give_what_one_device_gives():
 
 def by_torch_alone(backend):
     """Losses of DistributedDataParallel, with several buckets."""
+    shm.register()
     dist.init_process_group(backend)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 300), nn.BatchNorm1d(300), nn.ReLU(), nn.Linear(300, 300), nn.Linear(300, 1))
