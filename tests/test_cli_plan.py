@@ -64,7 +64,7 @@ def test_a_plan_is_shown_saved_and_loaded(monkeypatch, capsys):
         monkeypatch, capsys, "plan", "net.py:build", "--devices", "8", "--mode", "data", "--save", "plan.json"
     )
     assert code == 0
-    assert "plan: mode data, search none, mesh ranks=8, 8 devices" in shown
+    assert "plan: mode data, search none, mesh dp=8, 8 devices" in shown
     assert "linear" in shown
     assert "time: building " in shown
     assert "with storage" not in shown

@@ -279,7 +279,7 @@ def test_the_bytes_of_the_search_are_never_above_those_held(name, monkeypatch):
         noise = [Table((v,), random.random(size) * 1e-5) for v, size in enumerate(both.main.domains)]
         picked = both.main.minimum([*weights.at(price), *noise]).picked
         strategies, leaves = both.main.decided(picked)
-        plus = both._following(strategies, leaves)[1:] if both.beside else ({}, {})
+        plus = both._following(strategies, leaves)[1:] if both.side else ({}, {})
         held = replace(plan, strategies=strategies | plus[0], leaves=leaves | plus[1]).held
         assert 0.85 * (held.total - held.communication) <= weights.of(picked) <= held.total - held.communication
         largest = max(buffers.of(picked), joined.largest(picked)[1])

@@ -157,7 +157,7 @@ class Verification:
             rows.append((d.dtype, d.reference, d.kind, *numbers, verdict, d.where))
         lines = [
             f"{self.how} on {counted(plan.mesh.size, 'rank')}: "
-            f"mode {plan.mode}, search {plan.search}, mesh {plan.named}",
+            f"mode {plan.mode}, search {plan.search}, mesh {plan.shown_mesh}",
             "",
             _table(rows),
             "",

@@ -32,7 +32,7 @@ def test_a_plan_shows_strategies_collectives_and_bytes_per_module():
     assert text.startswith("plan: mode semi-auto, search propagation, mesh d=8 cut into d.0=2 d.1=2 d.2=2, 8 devices\n")
     operators = {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows(text, "operator")}
     assert operators["matmul (pinned)"][:3] == ["(2,4) (4,1)", "(2,1)", "d.1·d.2"]
-    assert operators["matmul (pinned)"][-1].startswith("test_explain.py:")
+    assert operators["matmul (pinned)"][-1].startswith("test_plan_text.py:")
     assert operators["linear"][-2] == "up"
     collectives = [[cell.strip() for cell in row] for row in rows(text, "collective")]
     assert len(collectives) == len(list(plan.collectives()))
