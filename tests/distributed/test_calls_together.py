@@ -54,9 +54,9 @@ def test_a_rank_that_waits_before_it_knows_its_batch_is_not_taken_at_its_last_on
     def steps(mine, late):
         for what in ("a", "a", "b", "c", "b"):
             with mine.call():
-                mine.finish(Late(late))
+                mine.wait(Late(late))
                 mine.same(what, lambda what=what: what)
-                mine.finish(Late(1 - late))
+                mine.wait(Late(1 - late))
         return "alike"
 
     assert together(lambda: steps(first, 0), lambda: steps(second, 1)) == ["alike", "alike"]
@@ -72,7 +72,7 @@ def test_who_waits_learns_of_another_call(others, text):
             return
         with mine.call():
             mine.same(last, lambda: last)
-            mine.finish(Late(2000))
+            mine.wait(Late(2000))
 
     first, second = ranks()
     found = together(lambda: calls(first, "a"), lambda: calls(second, others))
@@ -116,7 +116,7 @@ def test_who_waits_learns_of_an_error():
     def waits(mine):
         with mine.call():
             failed.wait()
-            mine.finish(Late(2000))
+            mine.wait(Late(2000))
 
     first, second = ranks()
     error, told = together(lambda: fails(first), lambda: waits(second))
@@ -143,7 +143,7 @@ def test_ranks_whose_last_call_was_refused_are_not_waited_for(monkeypatch):
     def calls(mine, what):
         with mine.call():
             mine.same(what, lambda: what)
-            mine.finish(Late(2000))
+            mine.wait(Late(2000))
 
     def refused(mine, what):
         with pytest.raises(UsageError, match="do not come to call 1 of the model alike"):

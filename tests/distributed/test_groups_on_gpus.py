@@ -20,8 +20,8 @@ from shardwright.distributed.agreement import from_all_ranks, from_rank_zero
 from shardwright.distributed.backends import table
 from shardwright.distributed.lockstep import Lockstep
 from shardwright.distributed.ranks import ranks_by_collectives
-from shardwright.runtime.parts import Parts
 from shardwright.runtime.programs.storage import agree_on_weights
+from shardwright.runtime.sizes import SizeExchange
 
 
 def test_a_group_of_some_ranks_takes_nothing_from_the_group_of_all(monkeypatch):
@@ -75,7 +75,8 @@ def beside_data_on_gpus():
     model = torch.nn.Linear(2, 2)
     agree_on_weights(model)  # where it still lies in the memory of the host
     height = 2 + dist.get_rank()
-    rows = Parts(Lockstep(), meanwhile=True).ask([torch.zeros(height, 3)], height, "key").rows()
+    sizes, tensors = SizeExchange(Lockstep()), [torch.zeros(height, 3)]
+    rows = sizes.rows(sizes.told(tensors, height, "key", []), tensors, [])
     return answers, rows.all_ranks, used
 
 
@@ -151,13 +152,14 @@ def test_who_waits_for_a_rank_0_that_has_ended_is_told():
 
 def test_a_group_of_two_backends_is_waited_for_as_each_of_them_does(monkeypatch):
     """NCCL ends its communicator where a wait has a time limit; gloo must have one to tell who does not come."""
-
-    class Group:
-        pass
-
     monkeypatch.setattr("shardwright.distributed.lockstep.dist.get_backend", lambda group: "cpu:gloo,cuda:nccl")
-    lockstep, group = Lockstep(), Group()
-    on_gpu = SimpleNamespace(device=torch.device("cuda"))
-    assert [lockstep._waits_in_turns(group, first) for first in (torch.ones(1), on_gpu, [torch.ones(1)])] == [
-        True, False, True,
-    ]  # fmt: skip
+    found = []
+
+    class Work:
+        def wait(self, *limits):
+            found.append(len(limits))
+
+    for device in ("cpu", "cuda"):
+        tensor = SimpleNamespace(device=torch.device(device))
+        Lockstep().run(lambda _, group, async_op: found.append(async_op) or Work(), tensor, group="group")
+    assert found == [True, 1, False, 0]

@@ -15,18 +15,18 @@ TRAINING = """
     batch = torch.randn(16, 8)
     parallel = sw.parallelize(model, loss_fn, batch, mode="data", batch="global")
     optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
-    from shardwright.compiler.mesh.processes import ProcessCommunicator
-    all_reduce = ProcessCommunicator.all_reduce
+    from shardwright.compiler.mesh.processes import WatchedCommunicator
+    all_reduce = WatchedCommunicator.all_reduce
     def hurt(self, tensor, axes):
         if step == 4:
             up.set()  # from here on all are quiet
             if world.rank == RANK:
                 HOW
         return all_reduce(self, tensor, axes)
-    start = ProcessCommunicator.start_all_reduce
+    start = WatchedCommunicator.start_all_reduce
     def left_out(self, tensor, axes):
         return (lambda: None) if step == 4 and world.rank == RANK else start(self, tensor, axes)
-    ProcessCommunicator.all_reduce, ProcessCommunicator.start_all_reduce = hurt, left_out
+    WatchedCommunicator.all_reduce, WatchedCommunicator.start_all_reduce = hurt, left_out
     for step in range(1, 7):
         loss = parallel(batch)
         loss.backward()

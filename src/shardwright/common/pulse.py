@@ -24,8 +24,8 @@ import signal
 import struct
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
@@ -81,7 +81,7 @@ class _Queued:
 class Pulse:
     """The pulse of one rank, written seldom enough for a lock to be left out.
 
-    ``with pulse("all_reduce"):`` surrounds a collective; `at` says for what the next ones are.
+    `note` surrounds a collective; `at` says for what the next ones are.
     """
 
     __slots__ = (
@@ -115,7 +115,8 @@ class Pulse:
         elif not self._numbered:
             self._steps += 1
             self.steps.begin(self._steps)
-        self.beat()
+        self._beats += 1
+        _COUNTS.pack_into(self._memory, _COUNTS_AT, self._beats, self._steps, self._collectives)
 
     def set_steps(self, steps: int) -> None:
         """Set how many steps were begun before, in a run that goes on."""
@@ -128,42 +129,42 @@ class Pulse:
         if self._mark is None:
             self._memory[_SITE_AT:_DEVICE_AT] = site
 
-    def __call__(self, operation: bytes) -> Pulse:
-        self._collectives += 1
-        return self.again(operation)
-
-    def again(self, operation: bytes) -> Pulse:
-        """Surround the wait for a collective that has begun before."""
+    def note(self, operation: bytes, *, begins: bool = False) -> None:
+        """Note that this rank enters a collective, which ``begins`` or is waited for; with b"" that it leaves it."""
         self._beats += 1
-        self._entered_s = time.perf_counter()
-        if self.around is not None:
-            self._inside = self.around(self._named(operation))
-            self._inside.__enter__()
-        if self._mark is not None:
-            self._queue.append(_Queued(operation, self._site, self._steps, self._mark()))
-            _COUNTS.pack_into(self._memory, _COUNTS_AT, self._beats, self._steps, self._collectives)
-            return self
+        if operation:
+            self._collectives += begins
+            self._entered_s = time.perf_counter()
+            if self.around is not None:
+                self._inside = self.around(self._named(operation))
+                self._inside.__enter__()
+            if self._mark is not None:
+                self._queue.append(_Queued(operation, self._site, self._steps, self._mark()))
+                _COUNTS.pack_into(self._memory, _COUNTS_AT, self._beats, self._steps, self._collectives)
+                return
+        else:
+            if self._inside is not None:
+                self._inside.__exit__(None, None, None)
+                self._inside = None
+            if self.steps.communicating_s is not None:
+                self.steps.communicating_s += time.perf_counter() - self._entered_s
+            if self._mark is not None:
+                self._queue[-1].end = self._mark()
+                return
         _STATE.pack_into(self._memory, _COUNTS_AT, self._beats, self._steps, self._collectives, operation)
-        return self
-
-    def __enter__(self) -> None:
-        pass
 
     def _named(self, operation: bytes) -> str:
         words = _text(_SITE.unpack(self._site)[1])
         return f"{operation.decode()} for {words}" if words else operation.decode()
 
-    def __exit__(self, *_: object) -> None:
-        self._beats += 1
-        if self._inside is not None:
-            self._inside.__exit__(None, None, None)
-            self._inside = None
-        if self.steps.communicating_s is not None:
-            self.steps.communicating_s += time.perf_counter() - self._entered_s
-        if self._mark is not None:
-            self._queue[-1].end = self._mark()
-            return
-        _STATE.pack_into(self._memory, _COUNTS_AT, self._beats, self._steps, self._collectives, b"")
+    @contextmanager
+    def inside(self, operation: bytes) -> Iterator[None]:
+        """Note a collective that begins and ends here."""
+        self.note(operation, begins=True)
+        try:
+            yield
+        finally:
+            self.note(b"")
 
     @property
     def follows(self) -> bool:

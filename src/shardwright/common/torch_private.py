@@ -657,11 +657,3 @@ def acts_on_loads(module: torch.nn.Module) -> bool:
         or not type(each)._load_from_state_dict.__module__.startswith("torch.")
         for each in module.modules()
     )
-
-
-def operators_are_watched() -> bool:
-    """Return whether a profiler, or a mode as `CommDebugMode`, looks at the operators that this thread calls.
-
-    There is no public way to ask.
-    """
-    return bool(torch.autograd._profiler_enabled()) or torch._C._len_torch_dispatch_stack() > 0  # type: ignore[attr-defined]

@@ -44,7 +44,7 @@ def reduce_gradients(parameters: Iterable[Tensor], op: Reduction = "mean") -> No
         flat = torch.cat(
             [_flat_gradient(parameter) for parameter in members] + ([] if present else [_presence(trained)])
         )
-        with own_pulse()(b"all_reduce"):
+        with own_pulse().inside(b"all_reduce"):
             dist.all_reduce(flat)
         if not present:
             flat, counts = flat[: -2 * len(trained)], flat[-2 * len(trained) :]

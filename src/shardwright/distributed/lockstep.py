@@ -20,8 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from functools import partial
-from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
@@ -30,7 +28,6 @@ from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr
 
 from shardwright.common.torch_private import job_store
 from shardwright.distributed.backends.table import backend_moving
-from shardwright.distributed.backends.work import caller
 from shardwright.distributed.control import world_group
 from shardwright.distributed.ranks import TIMEOUT_S, alone
 from shardwright.errors import ShardwrightError, UsageError, WorldError
@@ -39,9 +36,6 @@ PATIENCE_S = 0.5  # and 1 ms more for each rank, so that 1,000 that wait for one
 _LONGEST_PAUSE_S = 0.02  # and 0.2 ms more for each rank
 _KNOW_S = 1.5  # for which a rank that has met an error waits for others that do not know of it
 _EXIT_S = 5.0  # for which rank 0, whose store goes with it, waits for others that have not ended, on a busy host too
-
-First = Callable[[Tensor | None, Tensor | None], bool]
-_T = TypeVar("_T")
 
 _END, _REST = "end", "rest"
 _ENDED = "ended"  # counts the ranks that have, whatever call they were in when they were interrupted
@@ -75,9 +69,7 @@ class Lockstep:
     def __init__(self, store: Store | None = None, rank: int = 0, size: int = 1) -> None:
         self._store, self._rank, self._size = store, rank, size
         self._patience = timedelta(seconds=PATIENCE_S + self._size / 1000)
-        self._turns: WeakKeyDictionary[dist.ProcessGroup, dict[str, bool]] = WeakKeyDictionary()  # by device
-        self._begun: set[Callable[[], object]] = set()  # waits for collectives of a backward, that are to come
-        self._first: First | None = None  # what is to be called before the next collective
+        self._begun: set[dist.Work] = set()  # collectives of a backward, which are to be waited for
         self._number = 0  # of calls
         self._torn = 0  # the last call before which a backward of this rank ended with an error
         self._what, self._words = "", ""
@@ -108,23 +100,23 @@ class Lockstep:
         """How many calls this rank has begun."""
         return self._number
 
-    def call(self) -> AbstractContextManager[None]:
-        """One more call. Where it fails on this rank, those that wait for it learn of that."""
-        return _Call(self)
+    def call(self) -> AbstractContextManager[Lockstep]:
+        """Return what stands around one more call. Where it fails here, those that wait for this rank learn of that."""
+        return self
 
-    def enter(self) -> None:
-        """Begin what `call` stands around."""
+    def __enter__(self) -> Lockstep:
         if self._begun:
             self._tear()
         if self._store is not None and self._posted == self._number > 0:
             with self._reaching_others():
                 self._store.delete_key(f"{self._number}/first")
         self._number, self._came, self._broken = self._number + 1, False, False
+        return self
 
-    def leave(self, error: Exception) -> None:
-        """End it with an error."""
-        self._fail(error)
-        self._what = ""
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, Exception):
+            self._fail(error)
+            self._what = ""
 
     def same(self, what: str, words: Callable[[], str]) -> None:
         """Wait for the others where ``what`` this rank has come to is not what it came to before.
@@ -178,7 +170,7 @@ class Lockstep:
         raise WorldError(f"others have not come to call {self._number} of the model within {TIMEOUT_S:g} s")
 
     def run(
-        self, collective: Callable[..., dist.Work | None], *tensors: Any, group: dist.ProcessGroup | None = None
+        self, collective: Callable[..., dist.Work | None], *tensors: Tensor, group: dist.ProcessGroup | None = None
     ) -> None:
         """Call a function of torch.distributed, as part of a call, and wait for it.
 
@@ -186,78 +178,28 @@ class Lockstep:
             UsageError, WorldError: as `same`.
         """
         group = group or world_group()
-        self.come()
-        in_turns = self._waits_in_turns(group, tensors[0])
-        caller.waits = True
-        try:
-            work = collective(*tensors, group=group, async_op=in_turns)
-        finally:
-            caller.waits = False
-        self.finish(work)
+        in_turns = backend_moving(tensors[0].device.type, str(dist.get_backend(group))).waits_in_turns
+        if not in_turns:
+            self.answer_aside()
+        work = collective(*tensors, group=group, async_op=in_turns)
+        if work is not None:
+            self.wait(work, in_turns)
 
-    def begin(
-        self, collective: Callable[..., dist.Work | None], *tensors: Any, group: dist.ProcessGroup
-    ) -> Callable[[], object]:
-        """Begin what `run` calls; what is returned waits for it within the same call, and raises as `run` does."""
-        self.come()
-        in_turns = self._waits_in_turns(group, tensors[0])
-        work = collective(*tensors, group=group, async_op=True)
-        assert work is not None
-        return partial(self.finish, work) if in_turns else work.wait
+    def begun(self, work: dist.Work) -> None:
+        """Note a collective of a backward: others learn of its end with an error where this is not waited for."""
+        self._begun.add(work)
 
-    def start(
-        self, collective: Callable[..., dist.Work | None], *tensors: Any, group: dist.ProcessGroup
-    ) -> Callable[[], object]:
-        """The same in a backward, of whose end with an error others learn where it is not waited for."""
-        finish = self.begin(collective, *tensors, group=group)
-        self._begun.add(finish)
+    def wait(self, work: dist.Work, in_turns: bool = True) -> None:
+        """Wait for a collective; ``in_turns`` where its backend can wait with a time limit, and then again.
 
-        def wait() -> None:
-            self._begun.discard(finish)
-            finish()
-
-        return wait
-
-    def after(self, first: First, compute: Callable[[], _T]) -> _T:
-        """What ``compute`` gives, within which ``first`` is called before the first collective, else at its end.
-
-        It may gather what that is to gather from all ranks: it is given that, and where the rows of all are to go, and
-        tells whether it has.
+        Raises:
+            UsageError, WorldError: as `same`.
         """
-        self._first = first
-        try:
-            result = compute()
-            self.come()
-        finally:
-            self._first = None
-        return result
-
-    def come(self, gathering: Tensor | None = None, into: Tensor | None = None) -> bool:
-        """Call what is to be called before the first collective: nothing of that has begun, or was counted, yet.
-
-        Args:
-            gathering: what the collective gathers from all ranks ``into`` rows.
-
-        Returns: whether it was gathered.
-        """
-        first, self._first = self._first, None
-        return first is not None and first(gathering, into)
-
-    def _waits_in_turns(self, group: dist.ProcessGroup, first: Any) -> bool:
-        """Whether a collective on ``first`` can be waited for with a time limit, and then again."""
-        device = (first[0] if isinstance(first, list) else first).device.type
-        turns = self._turns.get(group)
-        if turns is None:
-            turns = self._turns[group] = {}
-        if device not in turns:  # a group may move tensors of CPUs by another backend than those of GPUs
-            turns[device] = backend_moving(device, str(dist.get_backend(group))).waits_in_turns
-            if not turns[device]:
-                self.answer_aside()
-        return turns[device]
-
-    def finish(self, work: dist.Work | None) -> None:
-        """Wait for a collective; None is one that has ended. Raises as `same` does."""
-        while work is not None:
+        self._begun.discard(work)
+        if not in_turns:
+            work.wait()
+            return
+        while True:
             try:
                 work.wait(self._patience)
                 return
@@ -401,22 +343,6 @@ class Lockstep:
             "same whole batch or parts of one (drop_last=True in loaders of unequal length, or take batches from "
             "sw.loader)"
         )
-
-
-class _Call:
-    """What `Lockstep.call` gives: a class, since one of these is made at each step."""
-
-    __slots__ = ("_lockstep",)
-
-    def __init__(self, lockstep: Lockstep) -> None:
-        self._lockstep = lockstep
-
-    def __enter__(self) -> None:
-        self._lockstep.enter()
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, Exception):
-            self._lockstep.leave(error)
 
 
 def _end_all() -> None:

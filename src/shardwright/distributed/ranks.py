@@ -137,7 +137,7 @@ class CollectiveRanks:
         return everyone
 
     def broadcast(self, value: Any) -> Any:
-        with own_pulse()(b"broadcast from rank 0"):
+        with own_pulse().inside(b"broadcast from rank 0"):
             self._wait_for_rank_zero()
             answer = [pickle.dumps(value) if self.rank == 0 else b""]
             dist.broadcast_object_list(answer, src=0, group=control_group())

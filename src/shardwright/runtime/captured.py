@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,27 +24,32 @@ from shardwright.compiler.plan.plan import Plan
 from shardwright.data.loading.batch import Batch
 from shardwright.distributed.agreement import from_rank_zero
 from shardwright.distributed.lockstep import Lockstep
+from shardwright.distributed.on_its_way import OnItsWay
 from shardwright.distributed.ranks import ranks_by_collectives
 from shardwright.distributed.world import World
 from shardwright.errors import UsageError
 from shardwright.launch.options.save_graphs import SaveGraphs
 from shardwright.launch.progress_notes import waiting_for
+from shardwright.runtime.checks.check import Checks, StepCheck
+from shardwright.runtime.checks.lost_changes import LostChanges
+from shardwright.runtime.checks.replicas import Replicas, summed_axes
+from shardwright.runtime.checks.same_batch import SameBatch
+from shardwright.runtime.checks.structure import Structure
 from shardwright.runtime.compiled.compiler import Compiler
 from shardwright.runtime.freed_memory import keep_freed_memory
 from shardwright.runtime.graphs.batch_key import look_at
 from shardwright.runtime.model import ParallelModel, Replay
-from shardwright.runtime.parts import Asked, NotAsExpected, Parts
 from shardwright.runtime.placing.initialising import Init
 from shardwright.runtime.placing.placing import place
-from shardwright.runtime.programs.batches import SameBatch, tensors_of
+from shardwright.runtime.programs.batches import tensors_of
 from shardwright.runtime.programs.buckets import GradientReduction
-from shardwright.runtime.programs.execute import Execution, Outputs, StepArguments
+from shardwright.runtime.programs.execute import Execution, Outputs
 from shardwright.runtime.programs.inputs import BatchKind, Rows, height_of, rows_of
 from shardwright.runtime.programs.planner import Planner
 from shardwright.runtime.programs.programs import PreparedProgram, Programs, Step
 from shardwright.runtime.programs.splitting import is_split
 from shardwright.runtime.programs.storage import ModelState, layouts_by_name
-from shardwright.runtime.replicas import Replicas, summed_axes
+from shardwright.runtime.sizes import SizeExchange
 
 
 @dataclass(frozen=True)
@@ -56,26 +61,7 @@ class Options:
     save_graphs: SaveGraphs | None
     init: Init | None = None
     compile: bool = False
-
-
-class _Given(NamedTuple):
-    """What this one of ``size`` ranks was given for a step, on its device.
-
-    ``key`` says on what the graph depends beside its sizes, and ``asked`` is the question which rows the others have.
-    One is made at each step.
-    """
-
-    kind: StepKind
-    batch: Any
-    key: str
-    tensors: Sequence[Tensor]
-    by: BatchKind | None
-    size: int
-    asked: Asked | None = None
-
-    def rows(self) -> Rows:
-        """Which rows this rank was given."""
-        return rows_of(self.batch, self.tensors, self.by, self.size) if self.asked is None else self.asked.rows()
+    checks: Checks = "usual"
 
 
 class Parallel(ParallelModel):
@@ -105,7 +91,7 @@ class Parallel(ParallelModel):
         rows = rows_of(sample_batch, flatten_batch(sample_batch), options.batch, world.size)
         self.plan = planner.first_plan(sample_batch, rows, plan)
         lockstep = Lockstep() if self.plan.mode == "single" else Lockstep.of_all_ranks()
-        self._same_batch, self._parts = SameBatch(lockstep), Parts(lockstep, world.device.type != "cpu")
+        self._same_batch, self._sizes = SameBatch(lockstep, options.checks), SizeExchange(lockstep)
         self._communicator = communicator_over(self.plan.mesh, lockstep)
         if world.device.type == "cpu":
             keep_freed_memory()
@@ -135,7 +121,12 @@ class Parallel(ParallelModel):
             axes=[axis.name for axis in self.plan.mesh.axes if axis.size > 1],
             summed=partial(summed_axes, self.plan.capture, self._programs.executions()[0].program),  # of training
             together=self.plan.mode != "single",
+            checks=options.checks,
+            failed=self._failed_in_step,
         )
+        self._checks: list[StepCheck] = [Structure(model), *([LostChanges()] if self._split else [])]
+        """Before anything is known of a step. ``_same_batch`` compares whole batches that all ranks pass, and once all
+        have come to one program ``_replicas`` compares. After a step the program raises what the model raises."""
         if self._pulse.steps.told and planner.request.hardware is not None:
             from shardwright.compiler.report.plans.expected import expected  # loaded where somebody reads it
 
@@ -143,56 +134,97 @@ class Parallel(ParallelModel):
 
     # Running
 
-    def _called(self, batch: Any) -> Any:
-        """The loss of the global batch; where it has gradients it also advances the random numbers."""
-        return self._called_on(batch)[0]
+    def __call__(self, batch: Any) -> Any:
+        """Return the loss of the global batch, or ``(loss, aux)``; in training mode it is one more step."""
+        return self._counted(batch)[0]
 
     def _counted(self, batch: Any) -> tuple[Any, int]:
-        with self._lockstep.call():
-            self._refuse_failed()
-            result, rows = self._called_on(batch)
-        return result, rows.total
-
-    def _called_on(self, batch: Any) -> tuple[Any, Rows]:
-        """What a call gives for a batch, and which rows of it this rank was given."""
-        training = self.module.training
-        self._tell_pulse(training)
-        self._replicas.begin()
-        kind: StepKind = "training" if training else "fine-tuning" if torch.is_grad_enabled() else "evaluation"
-        prepared, rows, (loss, aux, new_buffers) = self._checked(kind, batch)
-        assert loss is not None
-        self._state.store_buffers(prepared.plan.capture, new_buffers)
-        if training:
-            self._tell_computed(rows.total, loss)
-        self._draw_others(kind, prepared)
-        if kind != "evaluation" and self.options.gradients == "sum":
-            loss = _scaled_gradient(loss, self.world.size)
-        if self._split and loss.requires_grad:
-            loss = _scaled_gradient(loss, 1)
-        if prepared.plan.capture.aux_spec is None:
-            return loss, rows
-        return (loss, prepared.outputs(aux, rows, self._communicator, whole=False, loss=loss)), rows
-
-    def _tell_pulse(self, training: bool) -> None:
-        """Say that a step begins; all batches of an accumulation are one step."""
-        if training and self._between_steps:
-            self._pulse.begin_step()
-        else:
-            self._pulse.beat()
-        self._between_steps = not training or not self._reduction.deferring
+        with self._lockstep:
+            training, pulse = self.module.training, self._pulse
+            if training and self._between_steps:  # all batches of an accumulation are one step
+                pulse.begin_step()
+            else:
+                pulse.beat()
+            self._between_steps = not training or not self._reduction.deferring
+            kind: StepKind = "training" if training else "fine-tuning" if torch.is_grad_enabled() else "evaluation"
+            prepared, rows, (loss, aux, _) = self._run(kind, batch)
+            assert loss is not None
+            if training:
+                pulse.steps.computed(rows.total, partial(OnItsWay, loss.detach()))
+            if kind != "evaluation" and self.options.gradients == "sum":
+                loss = _scaled_gradient(loss, self.world.size)
+            if self._split and loss.requires_grad:
+                loss = _scaled_gradient(loss, 1)
+            if prepared.capture.aux_spec is None:
+                return loss, rows.total
+            return (loss, prepared.outputs(aux, rows, self._communicator, whole=False, loss=loss)), rows.total
 
     def _predicted(self, batch: Any, gather: bool) -> Any:
-        prepared, rows, (_, aux, new_buffers) = self._checked("predict", batch)
-        self._state.store_buffers(prepared.plan.capture, new_buffers)
-        self._draw_others("predict", prepared)
+        prepared, rows, (_, aux, _) = self._run("predict", batch)
         return prepared.outputs(aux, rows, self._communicator, whole=gather)
 
-    def _draw_others(self, kind: StepKind, prepared: PreparedProgram) -> None:
-        """Let the next call of its kind draw other random numbers; evaluations change nothing for the training."""
-        if kind in ("training", "fine-tuning"):
-            self._state.step += 1
+    def _run(self, kind: StepKind, batch: Any) -> tuple[PreparedProgram, Rows, Outputs]:
+        """Run a step on a batch: its program, which rows this rank was given, and what the program returns.
+
+        On a GPU, which is not waited for, the next step raises what the model itself raises in this one.
+        """
+        self._raise_failed()
+        prepared, rows, inputs = self._ready(kind, batch)
+        self._replicas.before(inputs)
+        state, capture, device = self._state, prepared.capture, self.world.device.type
+        try:
+            arguments = state.arguments(capture, prepared.function, inputs, state.number(kind), self._reduction)
+            with torch.autocast(device, enabled=False):  # whose casts are operators of the graph
+                outputs = prepared.run(arguments)
+        except Exception as error:
+            self._failed_in_step(error)
+            raise
+        self._unchecked = prepared.execution if capture.checks else None
+        if device == "cpu":
+            self._raise_failed()
+        state.store_buffers(capture, outputs[2])
+        if kind in ("training", "fine-tuning"):  # evaluations change nothing for the training
+            state.step += 1
         elif prepared.execution.program.draws:
-            self._state.evaluations += 1
+            state.evaluations += 1
+        return prepared, rows, outputs
+
+    def _ready(self, kind: StepKind, batch: Any) -> tuple[PreparedProgram, Rows, list[Tensor]]:
+        """Check, and return the program for a batch, which rows this rank was given, and its part of the inputs."""
+        if self._failure or self._closed:
+            self._refuse_failed()
+            self._refuse_closed()
+        for check in self._checks:
+            check.before(())
+        look, device = look_at(batch), self.world.device
+        found = look.tensors if look else tensors_of(batch)
+        tensors = [x if x.device == device else x.to(device, non_blocking=True) for x in found]
+        key = self._programs.keys.of(kind, batch, look)
+        rows = self._rows(batch, tensors, key)
+        if not rows.total and any(tensor.ndim for tensor in tensors):
+            raise UsageError("the batch is empty; expected at least one sample")
+        prepared = self._programs.of(Step.of(kind, batch, key, tensors, rows))
+        return prepared, rows, prepared.inputs(tensors, rows, self._communicator)
+
+    def _rows(self, batch: Any, tensors: Sequence[Tensor], key: str) -> Rows:
+        """Return which rows of the global batch this rank was given; ranks with parts of their own tell each other."""
+        if isinstance(batch, Batch) or self.options.batch != "local" or self.world.size == 1:
+            if self.options.batch == "global" and not isinstance(batch, Batch):
+                self._same_batch.before(tensors)
+            return rows_of(batch, tensors, self.options.batch, self.world.size)
+        height = height_of(tensors)
+        alike = self._same_batch.beside_rows(tensors, height)
+        try:
+            told = self._sizes.told(tensors, height, key, alike)
+        except Exception as error:  # others may still wait for what this rank tells
+            self._note_failure(error)
+            raise
+        return self._sizes.rows(told, tensors, alike)
+
+    def _raise_failed(self) -> None:
+        if self._unchecked is not None:
+            before, self._unchecked = self._unchecked, None
+            before.raise_failed()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
@@ -211,14 +243,9 @@ class Parallel(ParallelModel):
 
     def replay(self, batch: Any) -> Replay:
         with self._lockstep.call():
-            self._refuse_failed()
-            given = self._given("training" if self.module.training else "fine-tuning", batch)
-            try:
-                prepared, inputs = self._ready(given, given.rows())
-            except Exception as error:
-                self._note_unanswered(given.asked, error)
-                raise
-            arguments = self._arguments(prepared, inputs, self._state.step - 1)
+            prepared, _, inputs = self._ready("training" if self.module.training else "fine-tuning", batch)
+            step = self._state.step - 1
+            arguments = self._state.arguments(prepared.plan.capture, prepared.function, inputs, step, self._reduction)
             with torch.no_grad(), torch.autocast(self.world.device.type, enabled=False):
                 values = prepared.execution.variables(arguments)
         return Replay(prepared.plan.capture, prepared.execution.program, values)
@@ -235,103 +262,6 @@ class Parallel(ParallelModel):
         self._closed = True
         self._lockstep.end()
         self._communicator.close()
-
-    def _checked(self, kind: StepKind, batch: Any) -> tuple[PreparedProgram, Rows, Outputs]:
-        """Compute the same, and raise what the model itself raises; on a GPU, which is not waited for, the next call
-        does."""
-        self._raise_failed()
-        found = self._computed(kind, batch)
-        self._unchecked = found[0].execution
-        if self.world.device.type == "cpu":
-            self._raise_failed()
-        return found
-
-    def _raise_failed(self) -> None:
-        before, self._unchecked = self._unchecked, None
-        if before is not None:
-            before.raise_failed()
-
-    def _computed(self, kind: StepKind, batch: Any) -> tuple[PreparedProgram, Rows, Outputs]:
-        """The program for the batch, which rows of it this rank was given, and what the program makes of it."""
-        given = self._given(kind, batch)
-        try:
-            if given.asked is not None and given.asked.expected is not None:
-                try:
-                    return self._computed_expecting(given, given.asked, given.asked.expected)
-                except NotAsExpected as other:
-                    if other.error is not None:
-                        raise other.error from None
-            rows = given.rows()
-            prepared, inputs = self._ready(given, rows)
-            return prepared, rows, self._run(given.kind, prepared, inputs)
-        except Exception as error:
-            self._note_unanswered(given.asked, error)
-            raise
-
-    def _note_unanswered(self, asked: Asked | None, error: Exception) -> None:
-        """Ranks that answer a question after this one has given up would take it for one of theirs."""
-        if asked is not None and asked.under_way:
-            self._note_failure(error)
-
-    def _computed_expecting(self, given: _Given, asked: Asked, rows: Rows) -> tuple[PreparedProgram, Rows, Outputs]:
-        """The same, begun before the others have said which rows they have.
-
-        Raises:
-            NotAsExpected: where they have others, or no program for these is there.
-        """
-        step = Step.of(given.kind, given.batch, given.key, given.tensors, rows)
-        kept = self._programs.known(step)
-        if kept is None:
-            raise NotAsExpected
-        prepared = kept.prepared
-
-        def compute() -> Outputs:
-            return self._run(given.kind, prepared, prepared.inputs(given.tensors, rows, self._communicator))
-
-        first = partial(asked.confirm, partial(self._programs.come, step, kept))
-        return prepared, rows, self._lockstep.after(first, compute)
-
-    def _given(self, kind: StepKind, batch: Any) -> _Given:
-        """What this rank was given for a step; where each has its own part, with a question what others have."""
-        self._refuse_closed()
-        self._structure.refuse_changes()
-        if self._split:
-            refuse_lost_changes()
-        look = look_at(batch)
-        found = look.tensors if look else tensors_of(batch)
-        device = self.world.device
-        tensors = [x if x.device == device else x.to(device, non_blocking=True) for x in found]
-        key = self._programs.keys.of(kind, batch, look)
-        if isinstance(batch, Batch) or self.options.batch != "local" or self.world.size == 1:
-            if self.options.batch == "global" and not isinstance(batch, Batch):
-                self._same_batch.check(tensors)
-            return _Given(kind, batch, key, tensors, self.options.batch, self.world.size)
-        height = height_of(tensors)
-        asked = self._parts.ask(tensors, height, key, self._same_batch.beside_rows(tensors, height))
-        return _Given(kind, batch, key, tensors, self.options.batch, self.world.size, asked)
-
-    def _ready(self, given: _Given, rows: Rows) -> tuple[PreparedProgram, list[Tensor]]:
-        """The program for what was given, and this rank's part of its inputs."""
-        if not rows.total and any(tensor.ndim for tensor in given.tensors):
-            raise UsageError("the batch is empty; expected at least one sample")
-        prepared = self._programs.of(Step.of(given.kind, given.batch, given.key, given.tensors, rows))
-        return prepared, prepared.inputs(given.tensors, rows, self._communicator)
-
-    def _run(self, kind: StepKind, prepared: PreparedProgram, inputs: Sequence[Tensor]) -> Outputs:
-        self._compare(self._replicas)
-        arguments = self._arguments(prepared, inputs, self._state.number(kind))
-        device = self.world.device.type
-        try:
-            if not torch.is_autocast_enabled(device):
-                return prepared.run(arguments)
-            with torch.autocast(device, enabled=False):  # whose casts are operators of the graph
-                return prepared.run(arguments)
-        except Exception as error:
-            self._failed_in_step(error)
-            raise
-
-    def _arguments(self, prepared: PreparedProgram, inputs: Sequence[Tensor], step: int) -> StepArguments:
-        return self._state.arguments(prepared.plan.capture, prepared.function, inputs, step, self._reduction)
 
     def _refuse_closed(self) -> None:
         if self._closed:

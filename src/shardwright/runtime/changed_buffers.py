@@ -19,7 +19,7 @@ from shardwright.common import torch_private
 from shardwright.data.loading.same_data import checksum
 from shardwright.distributed.agreement import from_all_ranks
 from shardwright.errors import UsageError
-from shardwright.runtime.programs.batches import Turns
+from shardwright.runtime.checks.check import Turns
 
 _BITS = 20  # of a digest, whose squares many ranks then sum without a rounding
 _SMALL_BYTES = 2**20

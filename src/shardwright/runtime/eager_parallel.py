@@ -23,14 +23,17 @@ from shardwright.distributed.seed import random_numbers_kept
 from shardwright.distributed.world import World, current_world
 from shardwright.errors import UsageError
 from shardwright.runtime.changed_buffers import buffers_restored
+from shardwright.runtime.checks.check import Checks
+from shardwright.runtime.checks.replicas import Replicas
+from shardwright.runtime.checks.same_batch import SameBatch
+from shardwright.runtime.checks.structure import Structure
 from shardwright.runtime.eager import DataParallelStep, LossFn
 from shardwright.runtime.eager_predict import Prediction
 from shardwright.runtime.evaluation import metric_sums_over_ranks
 from shardwright.runtime.model import ParallelModel
-from shardwright.runtime.programs.batches import SameBatch, tensors_of
+from shardwright.runtime.programs.batches import tensors_of
 from shardwright.runtime.programs.execute import Execution
 from shardwright.runtime.programs.inputs import BatchKind
-from shardwright.runtime.replicas import Replicas
 from shardwright.runtime.trying.mean_check import problem_with_mean, problem_with_state
 
 
@@ -42,6 +45,7 @@ def parallelize_eagerly(
     gradients: Reduction = "mean",
     batch: BatchKind | None = None,
     predict_fn: LossFn | None = None,
+    checks: Checks = "usual",
 ) -> EagerParallel:
     """`sw.parallelize` without a capture, for the modes "data" and "single", with the arguments that it knows.
 
@@ -69,7 +73,7 @@ def parallelize_eagerly(
     )
     if predict_fn is None and trial.returns_aux:
         predict_fn = lambda model, part: loss_fn(model, part)[1]  # noqa: E731
-    return EagerParallel(model, loss_fn, step, splitter, predict_fn, lockstep, trial.left)
+    return EagerParallel(model, loss_fn, step, splitter, predict_fn, lockstep, trial.left, checks)
 
 
 class EagerParallel(ParallelModel):
@@ -87,6 +91,7 @@ class EagerParallel(ParallelModel):
         predict_fn: LossFn | None,
         lockstep: Lockstep,
         left: Sequence[str],
+        checks: Checks = "usual",
     ) -> None:
         super().__init__(model, lockstep)
         self._loss_fn, self._left = loss_fn, left
@@ -97,22 +102,29 @@ class EagerParallel(ParallelModel):
         self.plan = None
         self._step = step
         self._splitter = splitter
-        self._same_batch = SameBatch(lockstep)
+        self._structure, self._same_batch = Structure(model), SameBatch(lockstep, checks)
         # Without buffers: the forward gives all ranks those of rank 0, and compares what it changes of them.
-        self._replicas = Replicas(model, (), lockstep, splitter.world.device, together=splitter.mode != "single")
+        together, failed = splitter.mode != "single", self._failed_in_step
+        device = splitter.world.device
+        self._replicas = Replicas(model, (), lockstep, device, together=together, checks=checks, failed=failed)
         self._pulse.steps.communicating_s = None  # torch reduces the gradients, and does not say for how long
+
+    def __call__(self, batch: Any) -> Any:
+        """The loss of the global batch, or ``(loss, aux)``; in training mode it is one more step."""
+        with self._lockstep.call():
+            self._refuse_failed()
+            return self._called(batch)
 
     def _called(self, batch: Any) -> Any:
         if self.module.training:
             self._pulse.begin_step()
         else:
             self._pulse.beat()
-        self._replicas.begin()
         self._refuse_changes()
         tensors = tensors_of(batch)
         if self._splitter.kind == "global" and not isinstance(batch, Batch):
-            self._same_batch.check(tensors)
-        self._compare(self._replicas)
+            self._same_batch.before(tensors)
+        self._replicas.before(tensors)
         part, global_size = self._splitter.split(batch)
         if self.module.training not in self._tried:
             self._try_mode(part)
@@ -157,7 +169,7 @@ class EagerParallel(ParallelModel):
         return self._predict_fn(self.module, part)
 
     def _refuse_changes(self) -> None:
-        self._structure.refuse_changes()
+        self._structure.before()
         if _trained(self.module) != self._trained:
             raise UsageError(
                 "requires_grad of a parameter was changed after sw.parallelize, and this model runs by "

@@ -29,8 +29,6 @@ from shardwright.errors import UsageError
 from shardwright.runtime.evaluation import Evaluation, Sums, metric_sums
 from shardwright.runtime.like_module import LikeModule, evaluating
 from shardwright.runtime.programs.execute import Execution
-from shardwright.runtime.replicas import Replicas
-from shardwright.runtime.structure import Structure
 from shardwright.runtime.updates.optimizers import look_at, note_trained
 
 
@@ -56,22 +54,15 @@ class ParallelModel(LikeModule):
     def __init__(self, module: nn.Module, lockstep: Lockstep) -> None:
         self.module = module
         self._lockstep = lockstep
-        self._structure = Structure(module)
         self._failure = ""  # of a step that other ranks may still be in
         self._pulse = own_pulse()
         note_trained(module.parameters())
 
     # Running
 
+    @abstractmethod
     def __call__(self, batch: Any) -> Any:
         """The loss of the global batch, or ``(loss, aux)``; in training mode it is one more step."""
-        with self._lockstep.call():
-            self._refuse_failed()
-            return self._called(batch)
-
-    @abstractmethod
-    def _called(self, batch: Any) -> Any:
-        """The same, as one of the calls that all ranks make together."""
 
     def predict(self, batch: Any, *, gather: bool = True) -> Any:
         """What ``predict_fn`` returns, or the loss function beside the loss, in evaluation mode and without gradients.
@@ -166,21 +157,6 @@ class ParallelModel(LikeModule):
         """Told of an error in what ranks do together in a step, where others may wait for this one."""
         self._lockstep.lost(error)
         self._note_failure(error)
-
-    def _compare(self, replicas: Replicas) -> None:
-        """Compare what ranks hold alike, where that is due.
-
-        Raises:
-            UsageError: on every rank, where it has drifted apart; the next step may begin then.
-        """
-        if replicas.due:
-            try:
-                refusal = replicas.check()
-            except Exception as error:
-                self._failed_in_step(error)
-                raise
-            if refusal:
-                raise UsageError(refusal)
 
     def _note_failure(self, error: Exception) -> None:
         """Let no further step begin here: what it sends would reach ranks that are still in this one."""

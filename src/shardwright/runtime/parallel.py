@@ -30,6 +30,7 @@ from shardwright.distributed.world import current_world
 from shardwright.errors import CaptureError, UsageError
 from shardwright.launch.options.save_graphs import SaveGraphs
 from shardwright.runtime.captured import Options, Parallel
+from shardwright.runtime.checks.check import Checks, checks_problem
 from shardwright.runtime.compiled.needs import compile_problem
 from shardwright.runtime.eager_parallel import parallelize_eagerly
 from shardwright.runtime.graphs.captures import Captures
@@ -71,6 +72,7 @@ def parallelize(
     save_graphs: str | PathLike[str] | tuple[str | PathLike[str], int] | None = None,
     init: Init | None = None,
     compile: bool = False,
+    checks: Checks = "usual",
 ) -> ParallelModel:
     """Train ``model`` on all ranks as on one; every rank calls this with the same model and arguments.
 
@@ -118,6 +120,8 @@ def parallelize(
         compile: let torch.compile make code of the operators between collectives, with the same numbers as without up
             to rounding; a line says how long that took. It is done at the first step of each shape of a batch, and kept
             for later runs.
+        checks: "usual" compares what ranks hold alike, and whole batches that all pass, in the first steps and then in
+            one of a hundred; "full" in each step, to find in development which step parts them.
 
     What it returns uses process groups until its ``close()``, the end of a ``with sw.parallelize(...) as parallel:``,
     or that of the process; those that no other model and no DTensor uses end with that.
@@ -145,7 +149,7 @@ def parallelize(
     except UsageError as error:
         problem = problem or str(error)
     problem = problem or problem_with_sample(sample_batch) or init_problem(init)
-    problem = problem or compile_problem(compile, world.device.type)
+    problem = problem or compile_problem(compile, world.device.type) or checks_problem(checks)
     lazy = [name for name, p in model.named_parameters() if is_lazy(p)]
     if lazy:
         problem = problem or (
@@ -155,7 +159,7 @@ def parallelize(
     shapes = {n: f"{list(p.shape)} {p.dtype}" for n, p in model.named_parameters() if not is_lazy(p)}
     options = {"mode": called, "search": search, "mesh": str(mesh), "gradients": gradients, "batch": batch}
     options |= {"dynamic": str(dynamic), "memory": str(limit), "optimizer": str(states), "recompute": str(patterns)}
-    options |= {"compile": str(compile)}
+    options |= {"compile": str(compile), "checks": checks}
     agree(
         "parallelize",
         {"the arguments": options, "the model's parameters": shapes}
@@ -169,7 +173,7 @@ def parallelize(
     predict = predict_fn and outputs_alone(predict_fn)
     planner = Planner(Captures(model, loss_fn, pins or {}, batch_norm, predict, dynamic, world.device), request)
     try:
-        return Parallel(planner, sample_batch, Options(batch, gradients, dumps, init, compile), world, plan)
+        return Parallel(planner, sample_batch, Options(batch, gradients, dumps, init, compile, checks), world, plan)
     except CaptureError as error:
         needed = MODES[called].captured or limit is not None or patterns or compile
         if needed or (isinstance(error, ChangesParameterError) and world.size > 1):
@@ -184,7 +188,7 @@ def parallelize(
                 EagerFallback(f"running by DistributedDataParallel, which takes the loss for a mean, since {error}"),
                 stacklevel=2,
             )
-        return parallelize_eagerly(model, loss_fn, sample_batch, called, gradients, batch, predict_fn)
+        return parallelize_eagerly(model, loss_fn, sample_batch, called, gradients, batch, predict_fn, checks)
 
 
 def _problem(search: str | None, gradients: str, batch_norm: str, batch: str | None) -> str | None:

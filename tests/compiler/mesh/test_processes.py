@@ -1,17 +1,15 @@
 """Real processes give what the simulated ranks give, for every kind of step and dtype."""
 
 import itertools
-from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwright as sw
 from ranks import run_ranks
-from shardwright.compiler.mesh.collectives import apply_step, gather_joined, reduce_scatter_joined
+from shardwright.compiler.mesh.collectives import all_gather, apply_step
 from shardwright.compiler.mesh.dtensor import device_mesh
 from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.mesh.mesh import Mesh
@@ -81,63 +79,43 @@ def test_processes_and_simulation_agree(mesh):
     assert run_ranks(mesh.size, on_processes, mesh) == simulated
 
 
-class Copies(TorchDispatchMode):
-    """Counts the operators inside that write numbers."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += not function.is_view and "empty" not in function.name()
-        return function(*args, **(kwargs or {}))
-
-
 def together(comm):
     """Values and gradients of tensors that are gathered together: in even parts of rows, of columns, and in uneven
-    ones, with a gradient that is none; and the copies that it takes where all are in even parts of rows."""
-    axes, found, copies = comm.mesh.names, [], []
+    ones, with a gradient that is none."""
+    axes, found = comm.mesh.names, []
     comm.prepare([axes])
     for dtype in (torch.float32, torch.bfloat16):
         wholes = [(100 * torch.randn(shape, generator=torch.Generator().manual_seed(7))).to(dtype) for shape in SHAPES]
         for dims in ((0, 0, 0), (0, 1, 0)):
-            parts = [
-                (x[Layout.split(2, {dim: axes}).local_slice(x.shape, comm.mesh, comm.rank)].clone(), dim, x.shape[dim])
-                for x, dim in zip(wholes, dims, strict=True)
-            ][: 3 if dims[1] else 2]
-            leaves = [part.requires_grad_() for part, _, _ in parts]
-            hows = [{"dim": dim, "size": size} for _, dim, size in parts]
-            with Copies() as forward:
-                got = all_gather_together(comm, axes, "reduce_scatter", *zip(leaves, hows, strict=True))
-            gradients = [x * (comm.rank + 1.1) for x in got[:2]]
-            with Copies() as backward:
-                scattered = torch.autograd.grad(got[:2], leaves, gradients, allow_unused=True)
-            copies += [(forward.count, backward.count)] if not dims[1] else []
+            hows = [{"dim": dim, "size": x.shape[dim]} for x, dim in zip(wholes, dims, strict=True)]
+            leaves = [
+                x[Layout.split(2, {how["dim"]: axes}).local_slice(x.shape, comm.mesh, comm.rank)].clone()
+                for x, how in zip(wholes, hows, strict=True)
+            ]
+            leaves = [leaf.requires_grad_() for leaf in leaves]
+            got = all_gather_together(comm, axes, "reduce_scatter", *zip(leaves, hows, strict=True))
             assert all(map(torch.equal, got, wholes))
-            found.append([x if x is None else x.tolist() for x in scattered])
-    return found, copies
+            gradients = [x * (comm.rank + 1.1) for x in got[:2]]
+            scattered = torch.autograd.grad(got[:2], leaves, gradients, allow_unused=True)
+            one_by_one = [
+                all_gather(leaf, comm, axes=axes, adjoint="reduce_scatter", **how)
+                for leaf, how in zip(leaves, hows, strict=True)
+            ]
+            wanted = torch.autograd.grad(one_by_one[:2], leaves, gradients, allow_unused=True)
+            found.append([None if x is None else torch.equal(x, y) for x, y in zip(scattered, wanted, strict=True)])
+    return found
 
 
 SHAPES = ((6, 70), (18, 400), (7, 5))
 
 
-def with_and_without_copies():
-    """Over shm: what comes of it, and the copies, as it is and by way of one tensor that has all."""
+def over_shm():
     sw.init("shm", timeout=60)
-    comm = communicator_over(Mesh.of(a=3))
-    found = [together(comm)]
-    comm.all_gather_together, comm.reduce_scatter_together = (partial(f, comm) for f in JOINED)
-    return [*found, together(comm)]
+    return together(communicator_over(Mesh.of(a=3)))
 
 
-JOINED = gather_joined, reduce_scatter_joined
-
-
-def test_over_shm_what_is_gathered_and_scattered_together_has_the_bits_of_joined_tensors_without_copies():
-    for (found, copies), (expected, by_copies) in run_ranks(3, with_and_without_copies):
-        assert found == expected
-        (forward, backward), (of_halves, sums_of_halves) = copies
-        assert (forward, backward, of_halves) == (0, 0, 0)
-        assert sums_of_halves > 0  # which native code does not reduce
-        assert all(there > 0 and back > 0 for there, back in by_copies)
+def test_what_is_gathered_and_scattered_together_has_the_bits_of_single_tensors():
+    assert run_ranks(3, over_shm) == [[[True, True, None]] * 4] * 3
 
 
 def sharing():

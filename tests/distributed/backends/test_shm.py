@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import io
+import itertools
 import math
 import os
 import resource
@@ -29,8 +30,8 @@ from shardwright.compiler.mesh.processes import all_gather_single, reduce_scatte
 from shardwright.distributed.backends import shm, shm_meeting
 from shardwright.distributed.backends.segment import native
 from shardwright.distributed.backends.segment.direct import Direct, can_reach
-from shardwright.distributed.backends.segment.memory import SLOTS_BYTES, SMALL_BYTES
-from shardwright.errors import UsageError, WorldError
+from shardwright.distributed.backends.segment.memory import SMALL_BYTES
+from shardwright.errors import WorldError
 
 slow = pytest.mark.slow
 
@@ -109,21 +110,17 @@ def large(direct):
 
 
 def in_shared_memory(sharing):
-    """Tensors of some ranks in memory to which all of them write, of which one ends and gives its place to the next."""
+    """Sums of tensors of which some ranks have no copy in memory to which all of them write."""
     group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    arenas, group._native.arenas = group._native.arenas, group._native.arenas if rank in sharing else None
     parts = [torch.randn(700_001, generator=torch.Generator().manual_seed(r)) for r in range(size)]
-    places = set()
     for _ in range(3):
-        mine = group.empty(700_001, torch.float32) if rank in sharing else torch.empty(700_001)
-        places.add(mine.data_ptr())
-        mine.copy_(parts[rank])
+        mine = parts[rank].clone()
         dist.all_reduce(mine[1:])
         assert torch.equal(mine[1:], functools.reduce(torch.add, parts)[1:])
         assert mine[0] == parts[rank][0]
-        found = mine[1:].sum().item()
-        del mine
-    assert rank not in sharing or len(places) == 1
-    return found
+    group._native.arenas = arenas
+    return mine[1:].sum().item()
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -174,72 +171,6 @@ def test_native_code_and_steps_in_python_gather_and_scatter_alike(ranks, direct)
     # A gather and a scatter of each size: native code has no bfloat16 to reduce, and leaves the largest to Python.
     assert by_native == [True, True, False, True] * 3 + [False, False, False, True] + [True, True]
     assert by_lists == [True, True]
-
-
-def together(direct):
-    """Rank 1 has several tensors joined into one, as other backends need it, where that is not more than goes through
-    the slots; the other ranks have them where they lie. What they get is the same to the last bit."""
-    if not direct:
-        through_slots()
-    sw.init("shm", timeout=60)
-    group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
-    assert [group.moves_together(dtype, sums=True) for dtype in (torch.float32, torch.bfloat16)] == [True, False]
-    assert group.moves_together(torch.bfloat16, sums=False)
-    for numels in ([0], [3, 0, 70_001], [130_000, 300_001, 5], [600_001, 0, 600_001]):
-        for dtype in (torch.float32, torch.int64, torch.bfloat16):
-            wholes = [[drawn(size, numel, seed).to(dtype) for numel in numels] for seed in range(size)]
-            joined = rank == 1 and sum(numels) * dtype.itemsize <= SLOTS_BYTES
-            if dtype != torch.bfloat16:
-                got = scattered(wholes[rank], joined)
-                for mine, whole in zip(got, zip(*wholes, strict=True), strict=True):
-                    assert torch.equal(mine, functools.reduce(torch.add, [of[rank] for of in whole])), (numels, dtype)
-            got = gathered([whole[rank] for whole in wholes[0]], joined)
-            assert all(map(torch.equal, got, wholes[0])), (numels, dtype)
-    number = group.collectives.number
-    apart = [torch.zeros(size, numel, 2)[..., 0] for numel in (5, 7)]
-    given = [torch.full((numel, 2), float(rank))[:, 0] for numel in (5, 7)]
-    work = group.all_gather_together(apart, given, asynchronous=True)
-    assert work.get_future().wait()[1] is apart[1]
-    assert [of.mean(1).tolist() for of in apart] == [[*map(float, range(size))]] * 2
-    assert group.collectives.number == number + 1
-    with pytest.raises(UsageError, match="all_gather_together got an output of 5 elements"):
-        group.all_gather_together([torch.ones(5)], [torch.ones(5)])
-    with pytest.raises(UsageError, match=r"float32, .*int64; expected one or more, all of one dtype"):
-        group.all_gather_together([torch.ones(size)] * 2, [torch.ones(1), torch.ones(1, dtype=torch.int64)])
-    with pytest.raises(WorldError, match="reduce_scatter of float32 by SUM with "):
-        group.reduce_scatter_together([torch.ones(5 + rank)], [torch.ones(size * (5 + rank))])
-
-
-def drawn(rows, columns, seed):
-    return 100 * torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
-
-
-def gathered(parts, joined):
-    size = dist.get_world_size()
-    if joined:
-        everyone = parts[0].new_empty(size, sum(len(part) for part in parts))
-        all_gather_single(everyone.view(-1), torch.cat(parts))
-        return torch.split(everyone, [len(part) for part in parts], 1)
-    everyones = [part.new_empty(size, len(part)) for part in parts]
-    dist.group.WORLD.all_gather_together(everyones, parts)
-    return everyones
-
-
-def scattered(wholes, joined):
-    lengths = [whole.shape[1] for whole in wholes]
-    if joined:
-        mine = wholes[0].new_empty(sum(lengths))
-        reduce_scatter_single(mine, torch.cat(wholes, 1).view(-1))
-        return torch.split(mine, lengths)
-    mine = [whole.new_empty(length) for whole, length in zip(wholes, lengths, strict=True)]
-    dist.group.WORLD.reduce_scatter_together(mine, wholes)
-    return mine
-
-
-@pytest.mark.parametrize("direct", [True, pytest.param(False, marks=slow)])
-@pytest.mark.parametrize("ranks", [2, pytest.param(5, marks=slow)])
-def test_several_tensors_are_gathered_and_scattered_as_one_without_a_copy(ranks, direct):
-    run_ranks(ranks, together, direct)
 
 
 def wrapped():
@@ -532,69 +463,58 @@ def test_where_one_rank_cannot_share_memory_gloo_takes_its_place_on_all():
         assert other == (sums, "", 0), name
 
 
-def ended(work):
-    """Whether it has, or was waited for."""
-    return work is not False and (work is True or work.wait())
+def alike(dtype, shape, late):
+    """Rank 1 has it summed otherwise, or comes late, to a sum for which the others wait."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    each = [(torch.arange(math.prod(shape)).reshape(shape) % 50 + other).to(dtype) for other in range(size)]
+    total, wanted = each[rank], functools.reduce(torch.add, each)
+    if rank == 1:
+        time.sleep(0.02 * late)
+        total = total.clone()
+        dist.all_reduce(total, async_op=True).wait()
+    else:
+        dist.all_reduce(total)
+    return torch.equal(total, wanted)
 
 
 def at_once():
-    """Rank 1 has torch.distributed do, and comes late to, what others do at once."""
+    """Sums that are begun by native code and little else, and those that are not: of all kinds, in one order."""
     rank = sw.init("shm", timeout=60).rank
-    group, size = dist.group.WORLD, dist.get_world_size()
-    done = []
-    for dtype in (torch.float32, torch.float64, torch.int64):
-        for shape in ((), (0,), (3, 5), (SMALL_BYTES // 8 // size,)):
-            for late in (False, True):
-                mine = torch.arange(math.prod(shape)).reshape(shape).to(dtype) + rank
-                rows, total = mine.new_empty(size, *shape), mine.clone()
-                if rank == 1:
-                    time.sleep(0.02 * late)
-                    all_gather_single(rows.view(-1), mine.view(-1))
-                    dist.all_reduce(total)
-                else:
-                    done += [ended(group.gather_at_once(rows, mine)), ended(group.sum_at_once(total))]
-                wanted = [mine - rank + other for other in range(size)]
-                assert torch.equal(rows, torch.stack(wanted)), (dtype, shape)
-                assert torch.equal(total, functools.reduce(torch.add, wanted)), (dtype, shape)
-    for made in (torch.empty, group.empty):
-        for late in (False, True):
-            large = made(1 << 18, dtype=torch.float32).fill_(rank + 1)
-            if rank == 1:
-                time.sleep(0.02 * late)
-                dist.all_reduce(large)
-            else:
-                done.append(ended(group.sum_at_once(large)))
-            assert torch.equal(large, torch.full_like(large, size * (size + 1) / 2)), (made, late)
+    size = dist.get_world_size()
+    shapes = ((), (0,), (3, 5), (SMALL_BYTES // 8 // size,), (1 << 18,))
+    dtypes = (torch.float32, torch.float64, torch.int64, torch.bfloat16)
+    for case in itertools.product(dtypes, shapes, (False, True, False)):
+        assert alike(*case), case
+    known = len(dist.group.WORLD._sums)
     x = torch.ones(4, 6)
-    refused = [x.T, x[:, ::2], torch.ones(3, dtype=torch.bfloat16)]
-    left = [group.sum_at_once(tensor) for tensor in refused]
-    left += [
-        group.gather_at_once(torch.empty(size, SMALL_BYTES + 1), torch.empty(SMALL_BYTES + 1)),
-        group.gather_at_once(torch.empty(size, 6, 4), x.T),
-        group.gather_at_once(torch.empty(size, 3), torch.ones(2)),
-    ]
-    large, under_way = torch.ones(1 << 22), None
-    if rank == 0:
-        under_way = dist.all_reduce(large, async_op=True)
-        left.append(group.sum_at_once(torch.ones(2)))
-    dist.all_reduce(large) if under_way is None else under_way.wait()
+    for tensor in (x.T, x[:, ::2], torch.ones(4, 3)[::2], torch._neg_view(torch.ones(3))):
+        for _ in range(2):
+            wanted = tensor.clone() * size
+            dist.all_reduce(tensor)
+            assert torch.equal(tensor, wanted)
+            tensor.copy_(wanted / size)
+    large, small = torch.ones(1 << 22), torch.ones(())
+    under_way = dist.all_reduce(large, async_op=True)
+    dist.all_reduce(small)
+    under_way.wait()
+    assert (small.item(), large.unique().tolist()) == (size, [size])
     for numel in (2, 1 << 18):
         with pytest.raises(WorldError, match="all_reduce"):
-            ended(group.sum_at_once(torch.ones(numel + rank)))
+            dist.all_reduce(torch.ones(numel + rank))
     after = torch.ones(2)
-    assert ended(group.sum_at_once(after))
+    dist.all_reduce(after)
     assert after.tolist() == [size, size]
     if rank == 1:
         os._exit(0)
     with pytest.raises(WorldError, match="rank 1"):
-        ended(group.sum_at_once(torch.ones(2)))
-    return all(done), any(left)
+        dist.all_reduce(torch.ones(2))
+    return known
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_native_code_is_called_at_once_with_ranks_that_take_longer(ranks):
+def test_sums_that_are_waited_for_are_those_that_are_not_and_those_of_ranks_that_take_longer(ranks):
     found = run_ranks(ranks, at_once, timeout=100, dying=[1])
-    assert [found[0], *found[2:]] == [(True, False)] * (ranks - 1)
+    assert [found[0], *found[2:]] == [15] * (ranks - 1)  # those of dtypes that native code sums
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no home"), PermissionError(13, "closed")])

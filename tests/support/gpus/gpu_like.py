@@ -8,7 +8,7 @@ device cuda; where it is needed, another device that is not there stands for it.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from shardwright.common.torch_private import empty_like_on, fake_mode
 from shardwright.compiler.lower.lower import lower
 from shardwright.compiler.lower.operators.guard import Guard
 from shardwright.compiler.mesh.carried import summed_as
-from shardwright.compiler.mesh.collectives import Axes, gather_joined, reduce_scatter_joined
+from shardwright.compiler.mesh.collectives import Axes
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.plan.plan import Plan
 from shardwright.distributed.backends.table import NCCL
@@ -96,18 +96,14 @@ class OnGpus:
                 raise LoweringError(f"a tensor on {tensor.device} is to be moved by the GPUs of {self.device}")
             if not tensor.is_contiguous():
                 raise LoweringError("a tensor that is not contiguous is to be moved")
-            if sums and str(summed_as(tensor.dtype, NCCL).made(tensor).dtype).removeprefix("torch.") not in NCCL.dtypes:
+            numbers = summed_as(tensor.dtype, NCCL) if sums else None
+            made = tensor if numbers is None else numbers.made(tensor)
+            if sums and str(made.dtype).removeprefix("torch.") not in NCCL.dtypes:
                 raise LoweringError(f"NCCL cannot sum {tensor.dtype}")
-
-    def empty(self, numel: int, like: Tensor, axes: Axes) -> Tensor:
-        return like.new_empty(numel)
 
     def all_reduce(self, tensor: Tensor, axes: Axes) -> Tensor:
         self._take([tensor], sums=True)
         return tensor
-
-    def all_reduce_together(self, tensors: Sequence[Tensor], axes: Axes) -> list[Tensor]:
-        return [self.all_reduce(tensor, axes) for tensor in tensors]
 
     def start_all_reduce(self, tensor: Tensor, axes: Axes) -> Callable[[], None]:
         self._take([tensor], sums=True)
@@ -117,15 +113,9 @@ class OnGpus:
         self._take([tensor], sums=False)
         return torch.stack([tensor for _ in self.mesh.group(self.rank, axes)])
 
-    def all_gather_together(self, tensors: Sequence[Tensor], axes: Axes) -> list[Tensor]:
-        return gather_joined(self, tensors, axes)
-
     def reduce_scatter(self, rows: Tensor, axes: Axes) -> Tensor:
         self._take([rows], sums=True)
         return rows[self.mesh.group(self.rank, axes).index(self.rank)].clone()
-
-    def reduce_scatter_together(self, tensors: Sequence[Tensor], axes: Axes) -> list[Tensor]:
-        return reduce_scatter_joined(self, tensors, axes)
 
     def all_to_all(self, tensors: list[Tensor], axes: Axes) -> list[Tensor]:
         self._take(tensors, sums=False)

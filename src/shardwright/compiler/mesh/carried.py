@@ -42,17 +42,16 @@ _OTHERS: Mapping[torch.dtype, Numbers] = {
     torch.uint32: Numbers(lambda x: x.view(torch.int32), lambda x: x.view(torch.uint32)),
     torch.uint64: Numbers(lambda x: x.view(torch.int64), lambda x: x.view(torch.uint64)),
 }
-_SAME = Numbers(lambda x: x, lambda x: x)
 
 
-def summed_as(dtype: torch.dtype, backend: Backend) -> Numbers:
-    """How ``backend`` sums tensors of a dtype.
+def summed_as(dtype: torch.dtype, backend: Backend) -> Numbers | None:
+    """Return the numbers in which ``backend`` sums tensors of a dtype; None for those that they are.
 
     Raises:
         LoweringError: where it does not, and no other numbers would do.
     """
     if _takes(backend, dtype):
-        return _SAME
+        return None
     if dtype not in _OTHERS:
         raise LoweringError(
             f"{backend.name} cannot sum tensors of {_name(dtype)} over ranks; compute what is summed in float32 or "

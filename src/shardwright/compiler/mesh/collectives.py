@@ -47,14 +47,8 @@ class Communicator(Protocol):
     def close(self) -> None:
         """Give back what `prepare` took. All ranks call it, after the last collective."""
 
-    def empty(self, numel: int, like: Tensor, axes: Axes) -> Tensor:
-        """A flat tensor, of the dtype and on the device of ``like``, where it is summed over the members quickest."""
-
     def all_reduce(self, tensor: Tensor, axes: Axes) -> Tensor:
         """The sum over the members, in place; returns its argument."""
-
-    def all_reduce_together(self, tensors: Sequence[Tensor], axes: Axes) -> list[Tensor]:
-        """The sums of small tensors, which may differ in dtype, as new tensors; the members wait once for all."""
 
     def start_all_reduce(self, tensor: Tensor, axes: Axes) -> Callable[[], None]:
         """Begin to sum over the members, in place; what is returned waits for the end.
@@ -65,31 +59,11 @@ class Communicator(Protocol):
     def all_gather(self, tensor: Tensor, axes: Axes) -> Tensor:
         """Every member's tensor, as the rows of a new one."""
 
-    def all_gather_together(self, tensors: Sequence[Tensor], axes: Axes) -> list[Tensor]:
-        """What `all_gather` gives of each of several tensors of one dtype; the members wait once for all."""
-
     def reduce_scatter(self, rows: Tensor, axes: Axes) -> Tensor:
         """The sum over the members of the row that each of them has for this rank."""
 
-    def reduce_scatter_together(self, tensors: Sequence[Tensor], axes: Axes) -> list[Tensor]:
-        """What `reduce_scatter` gives of each of several tensors of one dtype; the members wait once for all."""
-
     def all_to_all(self, tensors: list[Tensor], axes: Axes) -> list[Tensor]:
         """What every member has for this rank."""
-
-
-def gather_joined(comm: Communicator, tensors: Sequence[Tensor], axes: Axes) -> list[Tensor]:
-    """`Communicator.all_gather_together` by way of a copy that has all, one behind the other."""
-    rows = comm.all_gather(torch.cat([x.reshape(-1) for x in tensors]), axes)
-    pieces = torch.split(rows, [x.numel() for x in tensors], 1)
-    return [piece.reshape(len(rows), *x.shape) for piece, x in zip(pieces, tensors, strict=True)]
-
-
-def reduce_scatter_joined(comm: Communicator, tensors: Sequence[Tensor], axes: Axes) -> list[Tensor]:
-    """`Communicator.reduce_scatter_together` by way of a copy that has all, one behind the other."""
-    mine = comm.reduce_scatter(torch.cat([x.flatten(1) for x in tensors], 1), axes)
-    pieces = torch.split(mine, [x[0].numel() for x in tensors])
-    return [piece.view(x.shape[1:]) for piece, x in zip(pieces, tensors, strict=True)]
 
 
 class Cut(NamedTuple):
@@ -217,8 +191,7 @@ def _exchange(x: Tensor, comm: Communicator, source: Cut, target: Cut) -> Tensor
 def _summed(x: Tensor, comm: Communicator, axes: Axes) -> Tensor:
     """In a copy: others may read ``x`` too, and a gradient can be expanded or shared between branches."""
     check_summable(x)
-    copy = comm.empty(x.numel(), x, axes).view(x.shape).detach()  # which autograd does not take for a view
-    return comm.all_reduce(copy.copy_(x), axes)
+    return comm.all_reduce(x.clone(memory_format=torch.contiguous_format), axes)
 
 
 def check_summable(x: Tensor) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from shardwright.compiler.mesh.collectives import Axes, gather_joined, reduce_scatter_joined
+from shardwright.compiler.mesh.collectives import Axes
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.mesh.redistribute import Collective, CollectiveKind
 from shardwright.errors import WorldError
@@ -64,15 +64,8 @@ class SimulatedCommunicator:
     def close(self) -> None:
         """Do nothing: simulated ranks hold nothing."""
 
-    def empty(self, numel: int, like: Tensor, axes: Axes) -> Tensor:
-        return like.new_empty(numel)
-
     def all_reduce(self, tensor: Tensor, axes: Axes) -> Tensor:
         return tensor.copy_(self._call("all_reduce", [tensor], axes)[0])
-
-    def all_reduce_together(self, tensors: Sequence[Tensor], axes: Axes) -> list[Tensor]:
-        """One after the other, as plans count them."""
-        return [self.all_reduce(tensor.clone(), axes) for tensor in tensors]
 
     def start_all_reduce(self, tensor: Tensor, axes: Axes) -> Callable[[], None]:
         """Until it is waited for, the tensor holds no numbers, so that whoever reads them is found out."""
@@ -89,14 +82,8 @@ class SimulatedCommunicator:
     def all_gather(self, tensor: Tensor, axes: Axes) -> Tensor:
         return torch.stack(self._call("all_gather", [tensor], axes))
 
-    def all_gather_together(self, tensors: Sequence[Tensor], axes: Axes) -> list[Tensor]:
-        return gather_joined(self, tensors, axes)
-
     def reduce_scatter(self, rows: Tensor, axes: Axes) -> Tensor:
         return self._call("reduce_scatter", list(rows.unbind()), axes)[0]
-
-    def reduce_scatter_together(self, tensors: Sequence[Tensor], axes: Axes) -> list[Tensor]:
-        return reduce_scatter_joined(self, tensors, axes)
 
     def all_to_all(self, tensors: list[Tensor], axes: Axes) -> list[Tensor]:
         return self._call("all_to_all", tensors, axes)

@@ -53,17 +53,22 @@ def _gather(tensors: Sequence[Tensor], comm: Communicator, cuts: Sequence[Cut]) 
     for x, cut, of in zip(tensors, cuts, parts, strict=True):
         check_rows(x, cut, of.mine[1] - of.mine[0], comm)
     alike = [padded(x, cut.dim, of.widest) for x, cut, of in zip(tensors, cuts, parts, strict=True)]
-    everyones = comm.all_gather_together(alike, cuts[0].axes)
-    return [put_together(rows, cut.dim, of) for rows, cut, of in zip(everyones, cuts, parts, strict=True)]
+    rows = comm.all_gather(torch.cat([x.reshape(-1) for x in alike]), cuts[0].axes)
+    everyones = torch.split(rows, [x.numel() for x in alike], 1)
+    return [
+        put_together(everyone.reshape(len(rows), *x.shape), cut.dim, of)
+        for everyone, x, cut, of in zip(everyones, alike, cuts, parts, strict=True)
+    ]
 
 
 def _scatter_sums(gradients: Sequence[Tensor], comm: Communicator, cuts: Sequence[Cut]) -> list[Tensor]:
     parts = [cut.parts(comm) for cut in cuts]
     everyones = [cut_up(x, cut.dim, of) for x, cut, of in zip(gradients, cuts, parts, strict=True)]
-    mine = comm.reduce_scatter_together(everyones, cuts[0].axes)
+    mine = comm.reduce_scatter(torch.cat([x.flatten(1) for x in everyones], 1), cuts[0].axes)
+    pieces = torch.split(mine, [x[0].numel() for x in everyones])
     return [
-        narrow(x, cut.dim, (0, of.mine[1] - of.mine[0])).contiguous()
-        for x, cut, of in zip(mine, cuts, parts, strict=True)
+        narrow(piece.view(x.shape[1:]), cut.dim, (0, of.mine[1] - of.mine[0])).contiguous()
+        for piece, x, cut, of in zip(pieces, everyones, cuts, parts, strict=True)
     ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,18 +18,22 @@ from shardwright.distributed.backends.group import CpuGroup
 from shardwright.distributed.backends.segment.arena import Arenas
 from shardwright.distributed.backends.segment.collectives import Collectives
 from shardwright.distributed.backends.segment.direct import Direct
-from shardwright.distributed.backends.segment.flats import is_plain
-from shardwright.distributed.backends.segment.memory import SMALL_BYTES, Memory, Process
-from shardwright.distributed.backends.segment.native import Group, Native, reduces
-from shardwright.distributed.backends.segment.reducing import NativeCollective, NativeCollectives
+from shardwright.distributed.backends.segment.memory import Memory, Process
+from shardwright.distributed.backends.segment.native import Group, Native
+from shardwright.distributed.backends.segment.reducing import (
+    DONE,
+    NativeCollectives,
+    RepeatedCollective,
+)
 from shardwright.distributed.backends.segment.reduction import Reduction
 from shardwright.distributed.backends.segment.waiting import ByNative, BySemaphores
 from shardwright.distributed.backends.shm_work import ByStep, Lane, ShmWork
 from shardwright.distributed.backends.work import Collectives as AnyCollectives
-from shardwright.distributed.backends.work import EndedWork, Steps, Task
-from shardwright.errors import UsageError
+from shardwright.distributed.backends.work import Steps, Task
 
 _Options = dist.AllreduceOptions
+_SOON_NS = 5_000_000  # within which the ranks of a host mostly come to a collective
+_MOST_SUMS = 16  # that are remembered, with the memory of large ones: batches may have ever new sizes
 _SUM: Any = dist.ReduceOp.SUM  # with which torch compares operations, and does not say so
 
 
@@ -124,63 +128,64 @@ class ShmGroup(LaneGroup):
         native = members.native()
         collectives = members.collectives(native, rows=True)
         self._native = None if native is None else NativeCollectives(collectives, *native, members.arenas)
-        self.arenas = members.arenas
+        self._arenas = members.arenas
         super().__init__(collectives, Lane(collectives, members.processes, timeout.total_seconds()), gloo)
-        self._said = False
+        # Cached by all that a sum is made of beside this group; others are made in their place where there are many.
+        self._sums: dict[tuple[type, torch.device, torch.dtype, int], RepeatedCollective] = {}
 
     def close(self) -> None:
         super().close()
-        if self.arenas is not None:
-            self.arenas.own.close()
+        if self._arenas is not None:
+            self._arenas.own.close()
 
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A flat tensor that the ranks reduce where it lies, if all of theirs were made so; a usual one if it is small,
-        or where there is no more memory for that, which is said once."""
-        self.lane.check_process()
-        if self.arenas is None or numel * dtype.itemsize * self.size() <= SMALL_BYTES:
-            return torch.empty(numel, dtype=dtype)
-        made = self.arenas.own.empty(numel, dtype)
-        if made is not None:
-            return made
-        if not self._said:
-            self._said = True
-            sys.stderr.write(
-                f"shardwright: rank {self.lane.name} has no more memory to share, so that large all-reduces of the shm "
-                "backend copy in and out of it\n"
-            )
-        return torch.empty(numel, dtype=dtype)
+    def allreduce(  # type: ignore[override]
+        self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None
+    ) -> dist.Work | None:
+        """As torch has it; None where it has ended.
 
-    def allreduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None) -> dist.Work:  # type: ignore[override]
-        if self._native is not None and isinstance(opts, _Options) and len(tensors) == 1:
-            (tensor,) = tensors
-            self.check_memory("all_reduce", tensor)
-            if not opts.asyncOp and opts.reduceOp == _SUM and (begun := self.sum_at_once(tensor)):
-                return EndedWork(tensors) if begun is True else begun
-            course = self._native.all_reduce(tensor, opts.reduceOp)
-            if course is not None:
-                return self.lane.begin("all_reduce", tensors, course, tensor.nbytes, opts.asyncOp)
-        return super().allreduce(tensors, opts, op, timeout)
-
-    def sum_at_once(self, tensor: Tensor) -> ShmWork | bool:
-        """Sum a tensor in place, by native code and little else, as other ranks may have `allreduce` do.
-
-        True where it has ended, what is to be waited for where others come later; False, and nothing is done, where
-        native code does not sum such a tensor, or something else is under way.
+        A sum for which the caller waits is begun by native code and little else, which mostly ends it: others come
+        soon, and a small one takes less than what Python goes through for a collective.
         """
-        if self._native is None or not (tensor.is_cpu and is_plain(tensor)):
-            return False
-        course, at = self._native.repeated(tensor.dtype, tensor.numel()), tensor.data_ptr()
-        return False if course is None else self.lane.at_once("all_reduce", tensor, course, at, at)
+        if not isinstance(opts, _Options) or len(tensors) != 1 or self._native is None:
+            return super().allreduce(tensors, opts, op, timeout)
+        [tensor], lane, collectives = tensors, self.lane, self._native.collectives
+        rendezvous = collectives.rendezvous
+        waited = not opts.asyncOp and opts.reduceOp == _SUM
+        course = self._sums.get((type(tensor), tensor.device, tensor.dtype, tensor.numel())) if waited else None
+        free = course is not None and not lane.asked and lane.failed is None and os.getpid() == lane.pid
+        plain = free and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+        if course is None or not plain or not lane.driving.acquire(blocking=False):
+            return self._allreduce(tensor, opts, waited)
+        try:
+            shared = course.shared
+            at = (tensor if shared is None else shared.copy_(tensor.data.view(-1))).data_ptr()
+            collectives.number += 1
+            course.answer = course.begin(collectives.number & 0xFFFFFFFF, at, at, rendezvous.stage, _SOON_NS)
+            rendezvous.stage = course.told.stage
+            if course.answer == DONE:
+                if shared is not None:
+                    tensor.data.view(-1).copy_(shared)
+                return None
+            course.output = tensor
+            work = ShmWork("all_reduce", tensors, course, lane)
+            lane.asked.append(work)
+            return work
+        finally:
+            lane.driving.release()
 
-    def gather_at_once(self, output: Tensor, tensor: Tensor) -> ShmWork | bool:
-        """`all_gather_single` of a small tensor, as `sum_at_once` otherwise."""
-        if self._native is None or not (tensor.is_cpu and is_plain(tensor) and is_plain(output)):
-            return False
-        if output.nbytes != tensor.nbytes * self.size():
-            return False
-        course = self._native.repeated(tensor.dtype, tensor.numel(), gathers=True)
-        own, into = tensor.data_ptr(), output.data_ptr()
-        return False if course is None else self.lane.at_once("all_gather_into_tensor", output, course, own, into)
+    def _allreduce(self, tensor: Tensor, opts: Any, waited: bool) -> dist.Work:
+        """The same of one tensor, as any collective; such a sum is known from then on, if it is ``waited`` for."""
+        self.lane.check_process()
+        self.check_memory("all_reduce", tensor)
+        if waited:
+            if len(self._sums) == _MOST_SUMS:
+                self._sums.clear()
+            if (known := self._moving.repeated(tensor)) is not None:
+                self._sums[type(tensor), tensor.device, tensor.dtype, tensor.numel()] = known
+        course = self._moving.all_reduce(tensor, opts.reduceOp)
+        if course is None:
+            return super().allreduce([tensor], opts)
+        return self.lane.begin("all_reduce", [tensor], course, tensor.nbytes, opts.asyncOp)
 
     def summed(self, tensor: Tensor, reduction: Reduction) -> Steps:
         """As `allreduce` sums it, which another rank may call for the same tensor."""
@@ -206,51 +211,10 @@ class ShmGroup(LaneGroup):
                 return self.lane.begin(what, [output], course, output.nbytes, opts.asyncOp)
         return super().reduce_scatter_single(output, tensor, opts)
 
-    # --- several tensors in one collective
-
-    def moves_together(self, dtype: torch.dtype, *, sums: bool) -> bool:
-        """Whether these ranks gather several tensors of that dtype as one, or scatter ``sums`` of them, without a copy
-        that has all of them."""
-        return self._native is not None and (not sums or reduces(dtype, "SUM"))
-
-    def all_gather_together(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], asynchronous: bool = False
-    ) -> dist.Work:
-        """``outputs[i]`` has the elements of ``inputs[i]`` from every rank, in the order of the ranks. All are of one
-        dtype, of which `moves_together` is true."""
-        what = "all_gather_together"
-        _check_alike(what, inputs)
-        for output, tensor in zip(outputs, inputs, strict=True):
-            self.check_whole(what, "output", output, "input", tensor)
-        return self._begin_together(what, outputs, self._moving.all_gather_together(outputs, inputs), asynchronous)
-
-    def reduce_scatter_together(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], asynchronous: bool = False
-    ) -> dist.Work:
-        """``inputs[i]`` has one part for every rank; the sum of this rank's goes to ``outputs[i]``. As
-        `all_gather_together` otherwise."""
-        what = "reduce_scatter_together"
-        _check_alike(what, inputs)
-        for output, tensor in zip(outputs, inputs, strict=True):
-            self.check_whole(what, "input", tensor, "output", output)
-        return self._begin_together(what, outputs, self._moving.reduce_scatter_together(outputs, inputs), asynchronous)
-
     @property
     def _moving(self) -> NativeCollectives:
         assert self._native is not None
         return self._native
-
-    def _begin_together(
-        self, what: str, outputs: Sequence[Tensor], course: NativeCollective, asynchronous: bool
-    ) -> dist.Work:
-        return self.lane.begin(what, outputs, course, sum(output.nbytes for output in outputs), asynchronous)
-
-
-def _check_alike(what: str, tensors: Sequence[Tensor]) -> None:
-    dtypes = {tensor.dtype for tensor in tensors}
-    if len(dtypes) != 1:
-        named = ", ".join(sorted(map(str, dtypes))) or "none"
-        raise UsageError(f"{what} got tensors of {named}; expected one or more, all of one dtype")
 
 
 class _Received(dist.Work):

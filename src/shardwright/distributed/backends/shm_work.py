@@ -2,7 +2,7 @@
 
 They run one after the other, in the order in which they were asked for, on the thread of whoever waits first. One that
 nobody waits for yet is begun at once, so that others need not wait for this rank; one to which it has to come more than
-once, unless its caller is about to wait for it, and one whose future is asked for, runs on a thread of the group.
+once, unless its caller waits for it at once, and one whose future is asked for, runs on a thread of the group.
 """
 
 from __future__ import annotations
@@ -24,11 +24,9 @@ from shardwright.distributed.backends.between.moving import Awaited
 from shardwright.distributed.backends.segment.collectives import Collectives
 from shardwright.distributed.backends.segment.memory import DATA_BYTES, Process
 from shardwright.distributed.backends.segment.notes import Note
-from shardwright.distributed.backends.segment.reducing import RepeatedCollective
-from shardwright.distributed.backends.work import CollectiveWork, Task, caller
+from shardwright.distributed.backends.work import CollectiveWork, Task
 from shardwright.errors import WorldError
 
-_SOON_NS = 5_000_000  # within which the ranks of a host mostly come to a collective
 _LOOK_S = 0.05  # a launcher that has seen one rank fail ends the others soon after, and tells of those that did before
 _STOP_TIMEOUT_S = 5.0
 
@@ -110,18 +108,21 @@ class Lane:
 
     def __init__(self, collectives: Collectives, processes: Sequence[Process], timeout_s: float) -> None:
         self.collectives, self._processes, self.timeout_s = collectives, processes, timeout_s
+        self.pid = processes[collectives.rank].pid
         self.failed: WorldError | None = None
-        self._asked: deque[ShmWork] = deque()
+        self.asked: deque[ShmWork] = deque()
+        """What is under way, the next one first."""
         self.told: deque[tuple[ShmWork, torch.futures.Future[list[Tensor]]]] = deque()
         """What has ended, and has a future that does not know of it yet."""
-        self._driving = threading.Lock()
+        self.driving = threading.Lock()
+        """Held by the thread that goes on with what is under way."""
         self._queue: queue.SimpleQueue[ShmWork | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     @property
     def forked(self) -> bool:
         """Whether this process is a child of that of the rank, which goes on in the memory that both have."""
-        return os.getpid() != self._processes[self.collectives.rank].pid
+        return os.getpid() != self.pid
 
     def check_process(self) -> None:
         """Raise `WorldError` in a forked child: it would write where its parent does, or wait without its threads."""
@@ -132,42 +133,25 @@ class Lane:
             )
 
     def begin(self, what: str, outputs: Sequence[Tensor], course: Course, nbytes: int, asynchronous: bool) -> ShmWork:
-        """Of ``nbytes`` in all; unless ``asynchronous`` it has ended when this returns, or has raised."""
+        """Return a collective of ``nbytes`` in all, under way; unless ``asynchronous`` its caller waits at once."""
         self.check_process()
         work = ShmWork(what, outputs, course, self)
-        self._asked.append(work)
-        if not asynchronous:
-            work.wait()
-        elif nbytes > self.at_once_bytes and not caller.waits:
-            self.finish_aside(work)
-        else:
-            self.finish(work, 0.0)
-            if not (work.ended or course.one_stage or caller.waits):
+        self.asked.append(work)
+        if asynchronous:
+            if nbytes <= self.at_once_bytes:
+                self.finish(work, 0.0)
+            if not work.ended and (nbytes > self.at_once_bytes or not course.one_stage):
                 self.finish_aside(work)
         return work
-
-    def at_once(self, what: str, output: Tensor, course: RepeatedCollective, own: int, into: int) -> ShmWork | bool:
-        """True where it has ended well by now, since all others came soon; what is to be waited for where it has begun;
-        False, and nothing is done, where something else is under way."""
-        if self._asked or self.failed is not None or self.forked or not self._driving.acquire(blocking=False):
-            return False
-        try:
-            if course.begin(own, into, _SOON_NS):
-                return True
-            work = ShmWork(what, [output], course, self)
-            self._asked.append(work)
-            return work
-        finally:
-            self._driving.release()
 
     def finish(self, work: ShmWork, timeout_s: float | None) -> bool:
         """Whether it has ended, with all that was asked for before it; within the time, if there is one."""
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
-        if self._driving.acquire(timeout=-1 if timeout_s is None else timeout_s):
+        if self.driving.acquire(timeout=-1 if timeout_s is None else timeout_s):
             try:
                 self._drive(work, end_s)
             finally:
-                self._driving.release()
+                self.driving.release()
                 self._tell()
         return work.ended
 
@@ -179,10 +163,10 @@ class Lane:
 
     def _drive(self, last: ShmWork, end_s: float | None) -> None:
         while not last.ended:
-            work = self._asked[0]
+            work = self.asked[0]
             if not self._advance(work, end_s):
                 return
-            self._asked.popleft()
+            self.asked.popleft()
 
     def _advance(self, work: ShmWork, end_s: float | None) -> bool:
         """Whether it has ended; an error of its own ends it, too, and is kept for who waits for it."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -50,14 +49,6 @@ class Collectives(Protocol):
         """Send ``inputs[r]`` to rank r and receive ``outputs[r]`` from it: all-to-all, gather and scatter."""
 
 
-class _Caller(threading.local):
-    """The callers of collectives on a thread, so far as groups need to know them."""
-
-    waits = False
-    """Whether it waits at once for what it begins, so that no other thread need do that for it."""
-
-
-caller = _Caller()
 _ending = threading.Lock()  # where one thread asks for a future and another one ends the work
 
 
@@ -125,14 +116,3 @@ class CollectiveWork(dist.Work):
         if made and done:
             self.complete(self._future)
         return self._future
-
-
-class EndedWork(CollectiveWork):
-    """One that had ended well when it was asked for."""
-
-    def __init__(self, outputs: Sequence[Tensor]) -> None:
-        super().__init__(outputs)
-        self._done = True
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        return True

@@ -34,16 +34,9 @@ def look_at(batch: Any) -> Look | None:
     """None for batches of unusual kinds, which `Captures.key` and `tensors_of` know."""
     tensors: list[Tensor] = []
     try:
-        return Look(tensors, _form(batch, tensors))
+        return Look(tensors, _FORMS[type(batch)](batch, tensors))
     except _UnusualError:
         return None
-
-
-def _form(part: Any, tensors: list[Tensor]) -> Hashable:
-    write = _FORMS.get(type(part))
-    if write is None:
-        raise _UnusualError
-    return write(part, tensors)
 
 
 def _of_tensor(part: Tensor, tensors: list[Tensor]) -> Hashable:
@@ -54,25 +47,33 @@ def _of_tensor(part: Tensor, tensors: list[Tensor]) -> Hashable:
 
 
 def _of_entries(part: Any, tensors: list[Tensor]) -> Hashable:
-    return list if type(part) is list else tuple, *(_form(entry, tensors) for entry in part)
+    return list if type(part) is list else tuple, *[_FORMS[type(entry)](entry, tensors) for entry in part]
 
 
 def _of_mapping(part: Mapping[Hashable, Any], tensors: list[Tensor]) -> Hashable:
     if not _KEYS.issuperset(map(type, part)):  # of which some are equal and yet not the same
         raise _UnusualError
-    return dict, *((name, _form(entry, tensors)) for name, entry in part.items())
+    return dict, *[(name, _FORMS[type(entry)](entry, tensors)) for name, entry in part.items()]
 
 
 def _of_value(part: Any, tensors: list[Tensor]) -> Hashable:
     return type(part), repr(part)
 
 
-_FORMS: Mapping[type, Callable[[Any, list[Tensor]], Hashable]] = {
-    Tensor: _of_tensor,
-    **dict.fromkeys((tuple, list, Batch), _of_entries),
-    dict: _of_mapping,
-    **dict.fromkeys((bool, int, float, str, type(None)), _of_value),
-}
+_Write = Callable[[Any, list[Tensor]], Hashable]
+
+
+class _Forms(dict[type, _Write]):
+    """How each type of a part of a batch is written."""
+
+    def __missing__(self, kind: type) -> _Write:
+        raise _UnusualError
+
+
+_FORMS = _Forms()
+_FORMS |= {Tensor: _of_tensor, dict: _of_mapping}
+_FORMS |= dict.fromkeys((tuple, list, Batch), _of_entries)
+_FORMS |= dict.fromkeys((bool, int, float, str, type(None)), _of_value)
 
 
 class Keys:

@@ -86,7 +86,8 @@ class GradientReduction(Unreduced):
 
     def __init__(self) -> None:
         super().__init__()
-        self._deferring = False
+        self.deferring = False
+        """Whether backwards leave gradients unreduced, within `deferred`."""
         # parameter -> over which axes -> sum of gradients that are not reduced yet, and who reduces it
         self._kept: dict[str, dict[Axes, tuple[Tensor, Communicator]]] = {}
 
@@ -109,10 +110,6 @@ class GradientReduction(Unreduced):
         return result
 
     @property
-    def deferring(self) -> bool:
-        return self._deferring
-
-    @property
     def keeps(self) -> bool:
         """Whether gradients are kept here, which `join` adds."""
         return bool(self._kept)
@@ -122,14 +119,14 @@ class GradientReduction(Unreduced):
 
         The last batch of an accumulation may have a plan under which the gradient is whole on every rank.
         """
-        if self._deferring or key not in self._kept:
+        if self.deferring or key not in self._kept:
             return parameter
         joined: Tensor = _Join.apply(self, key, parameter)  # type: ignore[no-untyped-call]
         return joined
 
     def late(self, key: str, gradient: Tensor) -> Tensor:
         """The gradient with what is still kept of it, reduced."""
-        if self._deferring or key not in self._kept:
+        if self.deferring or key not in self._kept:
             return gradient
         for axes, (kept, comm) in self._kept.pop(key).items():
             comm.all_reduce(kept, axes)
@@ -152,11 +149,11 @@ class GradientReduction(Unreduced):
     def deferred(self) -> Iterator[None]:
         """Backwards inside leave the gradients of these parameters unreduced, and their ``.grad`` as it was."""
         self.begin()
-        before, self._deferring = self._deferring, True
+        before, self.deferring = self.deferring, True
         try:
             yield
         finally:
-            self._deferring = before
+            self.deferring = before
 
     def reduce(
         self,
@@ -177,7 +174,7 @@ class GradientReduction(Unreduced):
         Raises:
             UsageError: where reduction is deferred, and a hook waits for a gradient.
         """
-        if self._deferring:
+        if self.deferring:
             self._refuse_hooks(keys)
             for key, gradient in zip(keys, gradients, strict=True):
                 if gradient is not None:
@@ -186,7 +183,7 @@ class GradientReduction(Unreduced):
             return [None] * len(keys)
         known = [g is not None or axes in self._kept.get(key, {}) for key, g in zip(keys, gradients, strict=True)]
         found = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True)]
-        flat, pieces = _joined(found, comm, axes)
+        flat, pieces = _joined(found)
         if self._kept:
             for key, piece in zip(keys, pieces, strict=True):
                 if axes in self._kept.get(key, {}):
@@ -207,10 +204,9 @@ class GradientReduction(Unreduced):
             )
 
 
-def _joined(gradients: list[Tensor], comm: Communicator, axes: Axes) -> tuple[Tensor, list[Tensor]]:
-    """A flat copy of gradients, to be summed over ``axes``, and the view of each into it."""
-    flat = comm.empty(sum(gradient.numel() for gradient in gradients), gradients[0], axes)
-    torch.cat([gradient.reshape(-1) for gradient in gradients], out=flat)
+def _joined(gradients: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """A flat copy of gradients, and the view of each into it."""
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
     return flat, views_into(flat, gradients)
 
 

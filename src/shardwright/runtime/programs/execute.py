@@ -166,7 +166,7 @@ class Execution:
         Raises:
             UsageError: where an earlier call was given indices out of range, and a GPU has found out by now.
         """
-        for operator, number in self._guard.known():
+        for operator, number in self._guard.known() if self._guard.on else ():
             raise UsageError(f"in an earlier step {out_of_range(self._capture, operator, number)}")
         before = own_generator(self._device) if self._untried else None
         try:

@@ -88,11 +88,9 @@ def shown(tensors: Sequence[Tensor]) -> str:
 
 def global_shapes(tensors: Sequence[Tensor], rows: Rows) -> tuple[Shape, ...]:
     """The shapes of the global batch: the first dim counts rows in every tensor that has as many as the first one."""
-    return _global(tuple([tensor.shape for tensor in tensors]), rows.mine[1] - rows.mine[0], rows.total)
-
-
-def _global(shapes: tuple[Shape, ...], height: int, total: int) -> tuple[Shape, ...]:
-    return tuple((total, *s[1:]) if s and s[0] == height else tuple(s) for s in shapes)
+    height, total = rows.mine[1] - rows.mine[0], rows.total
+    shapes = [tensor.shape for tensor in tensors]
+    return tuple([(total, *s[1:]) if s and s[0] == height else tuple(s) for s in shapes])
 
 
 class Cut(NamedTuple):
@@ -148,7 +146,9 @@ def cuts_of(
 def local_inputs(tensors: Sequence[Tensor], cuts: Sequence[Cut], comm: Communicator) -> list[Tensor]:
     """This rank's part of every input; rows are exchanged only where ranks lack some."""
     return [
-        cut.of(tensor if cut.exchanged is None else _everything(tensor, cut.exchanged, comm))
+        tensor
+        if cut.exchanged is None and tensor.shape == cut.all_of
+        else cut.of(tensor if cut.exchanged is None else _everything(tensor, cut.exchanged, comm))
         for tensor, cut in zip(tensors, cuts, strict=True)
     ]
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shardwright.common.trees import tree_flatten
 from shardwright.compiler.capture.capture import StepKind
+from shardwright.compiler.capture.ir import Capture
 from shardwright.compiler.capture.tracing.trace import LossFunction
 from shardwright.compiler.lower.lower import lower
 from shardwright.compiler.mesh.collectives import Communicator
@@ -48,6 +49,7 @@ class PreparedProgram:
     """
 
     plan: Plan
+    capture: Capture
     execution: Execution
     function: LossFunction  # what was captured
     shapes: tuple[tuple[int, ...], ...]
@@ -83,7 +85,7 @@ class PreparedProgram:
         With ``batch="global"``, where all ranks were given all rows, each keeps those that it has computed. What has a
         gradient in the graph refuses one, but for ``loss``, which may stand there, too.
         """
-        capture, found = self.plan.capture, list[Tensor]()
+        capture, found = self.capture, list[Tensor]()
         for name, tensor in zip(capture.returned, aux, strict=True):
             shape, layout = capture.values[name].shape, self.plan.outputs[name]
             found.append(rows_of_output(tensor.detach(), shape, layout, rows, communicator, whole=whole))
@@ -166,27 +168,19 @@ class Programs:
         key = self.keys.of("training", sample_batch, look_at(sample_batch))
         self._prepare(Step.of("training", sample_batch, key, tensors, rows), self._first, "")
 
-    def known(self, step: Step) -> Kept | None:
-        """The program of a step, where it is there. To ask does not use it: ranks ask for others, and forget alike."""
-        for kept in self._by_key.get(step.key, ()):
-            if kept.remembered.holds():
-                return kept
-        return None
-
-    def come(self, step: Step, kept: Kept) -> PreparedProgram:
-        """Use a program that is known for a step to which all ranks come; each says so, where it came to another."""
-        left_out, known = kept.prepared.execution.left_out, self._used(step)
-        self._lockstep.same(f"{kept.number}:{left_out}", partial(_said, step, known, left_out))
-        if known[-1] is not kept:
-            known.append(known.pop(known.index(kept)))
-        return kept.prepared
-
     def of(self, step: Step) -> PreparedProgram:
-        """The program of a step to which all ranks come; each says that it does, where it came to another before."""
-        kept = self.known(step)
-        if kept is not None:
-            return self.come(step, kept)
-        known = self._used(step)
+        """The program of a step to which all ranks come; each says that it does, where it came to another before.
+
+        Of several the one used last comes last: ranks forget alike those that were not used for longest.
+        """
+        known = self._by_key[step.key] = self._by_key.pop(step.key, [])
+        for kept in known:
+            if kept.remembered.holds():
+                left_out = kept.prepared.execution.left_out
+                self._lockstep.same(f"{kept.number}:{left_out}", partial(_said, step, known, left_out))
+                if known[-1] is not kept:
+                    known.append(known.pop(known.index(kept)))
+                return kept.prepared
         self._lockstep.same("another" if step.rows.agreed else str(step.key), partial(_said, step, known))
         unlike = difference(step.batch, self._sample) if step.kind != "predict" else ""
         with torch.inference_mode(False):  # whose tensors can be no part of a program
@@ -203,11 +197,6 @@ class Programs:
     def executions(self) -> list[Execution]:
         """The programs that were made so far, each with a count of its runs."""
         return list({kept.prepared.execution: None for known in self._by_key.values() for kept in known})
-
-    def _used(self, step: Step) -> list[Kept]:
-        """The programs for such batches, put at the end: the first are those that were not used for longest."""
-        known = self._by_key[step.key] = self._by_key.pop(step.key, [])
-        return known
 
     def _prepare_again(self, step: Step, prepared: PreparedProgram) -> PreparedProgram:
         """Keep a program for values of Python, too, with which the graph is the same."""
@@ -245,7 +234,7 @@ class Programs:
         )
         inputs = plan.capture.of_kind("input")
         shapes, layouts = tuple(v.shape for v in inputs), tuple(plan.leaves[v.name] for v in inputs)
-        prepared = PreparedProgram(plan, execution, function, shapes, layouts, unlike)
+        prepared = PreparedProgram(plan, plan.capture, execution, function, shapes, layouts, unlike)
         self._by_key[step.key].append(Kept(remembered, prepared, str(self._made)))
         return prepared
 

@@ -85,6 +85,7 @@ class _Leaves:
     buffers: Sequence[_Place]
     changed: Sequence[int]
     mutated: Sequence[_Place]
+    constants: Sequence[str]
 
     @cached_property
     def split(self) -> bool:
@@ -149,6 +150,7 @@ class ModelState:
                 [self._places[value.label] for value in buffers],
                 [number for number, value in enumerate(buffers) if value.name in capture.mutations],
                 [self._places[capture.values[name].label] for name in capture.mutations],
+                [value.name for value in capture.of_kind("constant")],
             )
             finalize(capture, _forget_leaves, ref(self), id(capture)).atexit = False
         return known
@@ -177,7 +179,7 @@ class ModelState:
             ]
         elif leaves.untrained and torch.is_grad_enabled():
             parameters = [p.detach() if i in leaves.untrained else p for i, p in enumerate(leaves.parameters)]
-        constants = [self._constant(capture, function, value.name) for value in capture.of_kind("constant")]
+        constants = [self._constant(capture, function, name) for name in leaves.constants]
         return StepArguments(parameters, buffers, inputs, constants, self.seed, step)
 
     def _constant(self, capture: Capture, function: LossFunction, name: str) -> Tensor:

@@ -61,7 +61,7 @@ class Copies:
         return PlainModel(self._copied(), self.loss_fn)
 
     def _parallelized(self, **options: Any) -> ParallelModel:
-        made = parallelize(self._copied(), self.loss_fn, self._batches[0], batch="global", **options)
+        made = parallelize(self._copied(), self.loss_fn, self._batches[0], batch="global", checks="full", **options)
         return self._closing.enter_context(made)
 
     def _copied(self) -> nn.Module:

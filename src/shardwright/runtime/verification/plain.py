@@ -26,7 +26,7 @@ class PlainModel(ParallelModel):
         super().__init__(module, Lockstep())
         self._loss_fn = loss_fn
 
-    def _called(self, batch: Any) -> Any:
+    def __call__(self, batch: Any) -> Any:
         return self._loss_fn(self.module, batch)
 
     def _predicted(self, batch: Any, gather: bool) -> Any:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import sys
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ from shardwright.distributed.backends.segment.native import (
 )
 from shardwright.distributed.backends.segment.notes import Note
 
-_WAITING, _DONE, _DIFFER = 0, 1, 2  # what native code answers
+_WAITING, DONE, _DIFFER = 0, 1, 2  # what native code answers
 _NUMBER = struct.Struct("<I")  # with which a head begins
 _OPERATIONS = {kind: kind.name for kind in dist.ReduceOp.RedOpType.__members__.values()}
 _SUM = dist.ReduceOp.RedOpType.__members__["SUM"]
@@ -56,30 +57,44 @@ class NativeCollectives:
     def __init__(self, collectives: Collectives, native: Native, group: Group, arenas: Arenas | None) -> None:
         self.collectives, self.native, self.group, self.arenas = collectives, native, group, arenas
         self.told = Told()  # of the one that is under way: there is one at a time
-        # Cached by what it is made of beside this group.
-        self._repeated: dict[tuple[torch.dtype, int, bool], RepeatedCollective | None] = {}
+        self._said = False
 
     def all_reduce(self, tensor: Tensor, reduce_op: Any) -> NativeCollective | None:
         """The next one; None for what native code does not reduce."""
         kind = _reducing(tensor.dtype, tensor.numel(), reduce_op.op, self.collectives.size)
         if kind is None:
             return None
-        # Steps in Python would not meet the native code of ranks whose tensors are plain.
-        flat = _plain_of(tensor)
+        flat = None if kind.one_stage else self._shared(tensor)
+        if flat is None:  # steps in Python would not meet the native code of ranks whose tensors are plain
+            flat = _plain_of(tensor)
         return NativeCollective(self, kind, [flat], [flat], [tensor])
 
-    def repeated(self, dtype: torch.dtype, numel: int, *, gathers: bool = False) -> RepeatedCollective | None:
-        """The sum, or the gather, of tensors of that dtype and size; None for gathers of more than one stage, and for
-        what native code does not sum."""
-        key = dtype, numel, gathers
-        if key not in self._repeated:
-            kind = _gathering(dtype, numel) if gathers else _reducing(dtype, numel, _SUM, self.collectives.size)
-            if len(self._repeated) == _MOST_KINDS:
-                self._repeated.clear()
-            if kind is not None and gathers and not kind.one_stage:
-                kind = None
-            self._repeated[key] = None if kind is None else RepeatedCollective(self, kind)
-        return self._repeated[key]
+    def _shared(self, tensor: Tensor) -> Tensor | None:
+        """Return a copy in memory to which the other ranks write as well, so that all reduce it where it lies.
+
+        None where there is no more of that, which is said once: it is reduced through the slots.
+        """
+        if self.arenas is None:
+            return None
+        made = self.arenas.own.empty(tensor.numel(), tensor.dtype)
+        if made is not None:
+            return made.view(tensor.shape).copy_(tensor.data)
+        if not self._said:
+            self._said = True
+            sys.stderr.write(
+                f"shardwright: rank {self.collectives.names[self.collectives.rank]} has no more memory to share, so "
+                "that large all-reduces of the shm backend copy in and out of it\n"
+            )
+        return None
+
+    def repeated(self, tensor: Tensor) -> RepeatedCollective | None:
+        """Return the sum of tensors like this one; None for what native code does not sum, and where a large one would
+        have no memory that the ranks share."""
+        kind = _reducing(tensor.dtype, tensor.numel(), _SUM, self.collectives.size) if is_plain(tensor) else None
+        if kind is None or kind.one_stage:
+            return None if kind is None else RepeatedCollective(self, kind, None)
+        shared = self._shared(tensor)
+        return None if shared is None else RepeatedCollective(self, kind, shared.view(-1))
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> NativeCollective | None:
         """The next one; None for what is large, or does not lie as it is to be read: steps in Python meet it."""
@@ -93,23 +108,6 @@ class NativeCollectives:
             return None
         kind = _scattering(output.dtype, output.numel(), reduce_op.op, self.collectives.size)
         return None if kind is None else NativeCollective(self, kind, [tensor], [output], [output])
-
-    def all_gather_together(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> NativeCollective:
-        """The next one, of several tensors of one dtype: as of one that has all of them, one behind the other."""
-        kind = _gathering(tensors[0].dtype, sum(tensor.numel() for tensor in tensors))
-        return NativeCollective(self, kind, _all_plain(tensors), _all_plain(outputs), outputs)
-
-    def reduce_scatter_together(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> NativeCollective:
-        """The next one, of sums of several tensors, of a dtype that native code reduces: of each rank the parts of all
-        of them, one behind the other."""
-        numel = sum(output.numel() for output in outputs)
-        kind = _scattering(outputs[0].dtype, numel, _SUM, self.collectives.size)
-        assert kind is not None
-        return NativeCollective(self, kind, _all_plain(tensors), _all_plain(outputs), outputs)
-
-
-def _all_plain(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [_plain_of(tensor) for tensor in tensors]
 
 
 def _plain_of(tensor: Tensor) -> Tensor:
@@ -218,41 +216,33 @@ class NativeCollective:
 
 
 class RepeatedCollective:
-    """One of one tensor of a dtype and a size, which is begun again and again.
+    """One of one tensor of a dtype and a size, which is begun again and again; a large one in ``shared`` memory."""
 
-    Where others come soon it takes a call of native code and little else: behind operators that fill the caches of a
-    core what Python goes through for a collective takes longer than that of a few MiB, and several times as long as a
-    small one.
-    """
-
-    def __init__(self, native: NativeCollectives, kind: _Kind) -> None:
-        self.one_stage = kind.one_stage
-        self._collectives, self._again = native.collectives, native.native.again
+    def __init__(self, native: NativeCollectives, kind: _Kind, shared: Tensor | None) -> None:
+        self.one_stage, self.shared = kind.one_stage, shared
+        self.output: Tensor | None = None  # where the sum is to go, while it is under way in shared memory
+        self._collectives = native.collectives
         self._go_on, self._group = native.native.collective, ctypes.byref(native.group)
         self._head = ctypes.create_string_buffer(_NUMBER.pack(0) + kind.head, _NUMBER.size + len(kind.head))
         self._piece = Piece(bytes=kind.elements)
-        self._told = Told(
+        self.told = Told(
             head=ctypes.cast(self._head, ctypes.c_char_p), note_bytes=len(self._head), count=kind.elements,
             type=kind.type_code, operation=kind.operation_code, pieces=ctypes.pointer(self._piece),
             piece_count=int(kind.in_rows),
         )  # fmt: skip
-        self._by_reference = ctypes.byref(self._told)
-        self._answer = _WAITING
-
-    def begin(self, own: int, into: int, timeout_ns: int) -> bool:
-        """Whether it has ended well by then, of a tensor at ``own`` whose result goes to ``into``. Else `advance`."""
-        collectives, rendezvous = self._collectives, self._collectives.rendezvous
-        collectives.number = number = collectives.number + 1
-        self._answer = self._again(
-            self._group, self._by_reference, number & 0xFFFFFFFF, own, into, rendezvous.stage, timeout_ns
-        )
-        rendezvous.stage = self._told.stage
-        return self._answer == _DONE
+        self._by_reference = ctypes.byref(self.told)
+        self.answer = _WAITING
+        self.begin = partial(native.native.again, self._group, self._by_reference)
+        """Called with its number, the addresses of what this rank gives and of the result, the stage of this rank and
+        for how many nanoseconds others are waited for. Returns the ``answer``; ``told`` has the new stage then."""
 
     def advance(self, timeout_s: float) -> bool:
-        if self._answer == _WAITING:
-            self._answer = self._go_on(self._group, self._by_reference, int(timeout_s * 1e9))
-            self._collectives.rendezvous.stage = self._told.stage
-        if self._answer == _DIFFER:
+        if self.answer == _WAITING:
+            self.answer = self._go_on(self._group, self._by_reference, int(timeout_s * 1e9))
+            self._collectives.rendezvous.stage = self.told.stage
+        if self.answer == _DIFFER:
             self._collectives.compare(self._head.raw)
-        return bool(self._answer != _WAITING)
+        if self.answer == DONE and self.output is not None and self.shared is not None:
+            self.output.data.view(-1).copy_(self.shared)
+            self.output = None
+        return bool(self.answer != _WAITING)

@@ -41,8 +41,9 @@ from shardwright.distributed.agreement import from_all_ranks
 from shardwright.distributed.control import control_group
 from shardwright.distributed.lockstep import Lockstep
 from shardwright.distributed.ranks import alone
+from shardwright.errors import UsageError
 from shardwright.runtime.changed_buffers import Place, mixed, places_of
-from shardwright.runtime.programs.batches import EVERY, Turns
+from shardwright.runtime.checks.check import EVERY, Checks, Turns
 from shardwright.runtime.programs.splitting import is_split
 from shardwright.runtime.updates.optimizer_steps import made_steps, unlike
 
@@ -83,11 +84,15 @@ class _Held:
 class Replicas:
     """Compares what ranks hold alike of a model in the first calls, and then in one of so many.
 
+    Costs nothing in most calls; in those of `Turns` a pass over all parameters, and a collective of 8 bytes for each
+    way in which tensors are cut.
+
     Args:
         buffers: the names of those that are to be the same on all ranks.
         axes: those along which parameters are the same that are no DTensors.
         summed: asked where ranks have drifted apart, for the parameters of which gradients are computed.
         together: whether ranks make the calls of the model together; else nothing is compared.
+        failed: told of an error in what ranks compare together, where others may wait for this one.
     """
 
     def __init__(
@@ -100,19 +105,34 @@ class Replicas:
         axes: Collection[str] = (),
         summed: Callable[[], Summed] = dict,
         together: bool = True,
+        checks: Checks = "usual",
+        failed: Callable[[Exception], None] = lambda _: None,
     ) -> None:
         self._model, self._buffers, self._axes = model, frozenset(buffers), frozenset(axes)
         self._lockstep, self._device, self._summed = lockstep, device, summed
         self._compares = together and not alone()
-        self._turns = Turns()
+        self._turns, self._failed = Turns(checks), failed
         self._made_before = made_steps()
         self.due = False
-        """Whether `check` is to be called."""
+        """Whether `before` compares in any case."""
 
-    def begin(self) -> None:
-        """Told of each call of the model. What was refused in the last one is looked at again."""
+    def before(self, tensors: Sequence[Tensor] = ()) -> None:
+        """Compare, where that is due; all ranks call it together. What was refused in the last call is looked at again.
+
+        Raises:
+            UsageError: on every rank, where what they hold has drifted apart; the next step may begin then.
+        """
         if self._compares and self._turns.next():
             self.due = True
+        if not self.due:
+            return
+        try:
+            refusal = self.check()
+        except Exception as error:
+            self._failed(error)
+            raise
+        if refusal:
+            raise UsageError(refusal)
 
     def check(self) -> str | None:
         """Compare; all ranks call it together.

@@ -1,0 +1,20 @@
+"""Whether something was written to a copy of a split parameter, where the script meant the parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from shardwright.compiler.mesh.changed import refuse_lost_changes
+
+
+class LostChanges:
+    """Refuses what was written to a view of several ranks' parts, which is a copy.
+
+    Costs a look at a flag; a collective of objects where the script has looked into split tensors since the last step.
+    """
+
+    def before(self, tensors: Sequence[Tensor]) -> None:
+        """Raise `UsageError` on all ranks, which come here together, where something is lost on one of them."""
+        refuse_lost_changes()
