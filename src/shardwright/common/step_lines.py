@@ -129,7 +129,8 @@ class Steps:
             self._tell_waiting(wait=True)
 
     def _tell_due(self, now_s: float) -> None:
-        self._tell_waiting(wait=False)
+        if self._waiting is not None:
+            self._tell_waiting(wait=False)
         if now_s >= self._due_s and self._waiting is None:
             run_s = now_s - self._started_s
             self._due_s = now_s + min(max(_OFTEN_S, run_s / _LINES_OF_A_RUN), _SELDOM_S)

@@ -168,7 +168,8 @@ class Parallel(ParallelModel):
 
         On a GPU, which is not waited for, the next step raises what the model itself raises in this one.
         """
-        self._raise_failed()
+        if self._unchecked is not None:
+            self._raise_failed()
         prepared, rows, inputs = self._ready(kind, batch)
         self._replicas.before(inputs)
         state, capture, device = self._state, prepared.capture, self.world.device.type
@@ -180,7 +181,7 @@ class Parallel(ParallelModel):
             self._failed_in_step(error)
             raise
         self._unchecked = prepared.execution if capture.checks else None
-        if device == "cpu":
+        if device == "cpu" and self._unchecked is not None:
             self._raise_failed()
         state.store_buffers(capture, outputs[2])
         if kind in ("training", "fine-tuning"):  # evaluations change nothing for the training
@@ -222,8 +223,8 @@ class Parallel(ParallelModel):
         return self._sizes.rows(told, tensors, alike)
 
     def _raise_failed(self) -> None:
-        if self._unchecked is not None:
-            before, self._unchecked = self._unchecked, None
+        before, self._unchecked = self._unchecked, None
+        if before is not None:
             before.raise_failed()
 
     def zero_grad(self, set_to_none: bool = True) -> None:

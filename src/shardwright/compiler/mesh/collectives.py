@@ -190,7 +190,8 @@ def _exchange(x: Tensor, comm: Communicator, source: Cut, target: Cut) -> Tensor
 
 def _summed(x: Tensor, comm: Communicator, axes: Axes) -> Tensor:
     """In a copy: others may read ``x`` too, and a gradient can be expanded or shared between branches."""
-    check_summable(x)
+    if x.dtype == torch.bool:
+        check_summable(x)
     return comm.all_reduce(x.clone(memory_format=torch.contiguous_format), axes)
 
 
@@ -331,7 +332,8 @@ def all_to_all(
 
 def all_reduce(x: Tensor, comm: Communicator, *, axes: Axes) -> Tensor:
     """The sum over ``axes``, in a new tensor. Backward: nothing."""
-    return _apply(AllReduce, x, comm, axes)
+    summed: Tensor = AllReduce.apply(x, comm, axes)  # type: ignore[no-untyped-call]
+    return summed
 
 
 def enter(x: Tensor, comm: Communicator, *, axes: Axes) -> Tensor:

@@ -34,7 +34,7 @@ class SameBatch:
         Raises:
             UsageError: on every rank, where some rank's batch is not that of rank 0.
         """
-        if not self._is_due():
+        if not self._turns.next() or alone():
             return
         shown = _shown(tensors)
         number = int.from_bytes(hashlib.sha256(str(shown).encode()).digest()[:7])
@@ -52,12 +52,9 @@ class SameBatch:
     def beside_rows(self, tensors: Sequence[Tensor], height: int) -> list[str]:
         """Return what is to be the same on all ranks though each passes rows of its own, here so many: tensors that
         have no rows. Nothing where that is not compared for this batch."""
-        if not self._is_due():
+        if not self._turns.next() or alone():
             return []
         return _shown([tensor for tensor in tensors if not (tensor.ndim and tensor.shape[0] == height)])
-
-    def _is_due(self) -> bool:
-        return self._turns.next() and not alone()
 
 
 def _shown(tensors: Sequence[Tensor]) -> list[str]:
