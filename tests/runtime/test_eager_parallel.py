@@ -16,7 +16,7 @@ from shardwright.data.loading.batch import Batch
 from shardwright.data.order import chunk_range
 from shardwright.distributed.seed import RandomNumbers
 from shardwright.errors import UsageError, WorldError
-from shardwright.runtime.changed_buffers import buffers_restored, digest
+from shardwright.runtime.checks.changed_buffers import buffers_restored, digest
 from shardwright.runtime.eager_parallel import parallelize_eagerly
 
 TOLERANCE = 1e-12

@@ -52,7 +52,7 @@ def mixed(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """SplitMix64's finaliser: neighbours become unlike (Steele, Lea, Flood, *Fast Splittable Pseudorandom Number
     Generators*, 2014). Arrays of whole numbers wrap around.
 
-    What samples draw follows from it, so that it never changes; `shardwright.runtime.changed_buffers` mixes on devices.
+    What samples draw follows from it, so that it never changes; `runtime.checks.changed_buffers` mixes on devices.
     """
     numbers = (numbers ^ numbers >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ numbers >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)

@@ -27,7 +27,7 @@ from shardwright.data.loading.samples import count_samples
 from shardwright.distributed.agreement import from_all_ranks
 from shardwright.distributed.lockstep import Lockstep
 from shardwright.errors import UsageError
-from shardwright.runtime.changed_buffers import ChangedBuffers, digest, refusal, refuse_unlike
+from shardwright.runtime.checks.changed_buffers import ChangedBuffers, digest, refusal, refuse_unlike
 from shardwright.runtime.programs.aux_outputs import refused_where_it_flows
 from shardwright.runtime.programs.unreduced import Unreduced
 

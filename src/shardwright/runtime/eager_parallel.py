@@ -22,7 +22,7 @@ from shardwright.distributed.lockstep import Lockstep
 from shardwright.distributed.seed import random_numbers_kept
 from shardwright.distributed.world import World, current_world
 from shardwright.errors import UsageError
-from shardwright.runtime.changed_buffers import buffers_restored
+from shardwright.runtime.checks.changed_buffers import buffers_restored
 from shardwright.runtime.checks.check import Checks
 from shardwright.runtime.checks.replicas import Replicas
 from shardwright.runtime.checks.same_batch import SameBatch

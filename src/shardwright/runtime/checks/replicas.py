@@ -42,7 +42,7 @@ from shardwright.distributed.control import control_group
 from shardwright.distributed.lockstep import Lockstep
 from shardwright.distributed.ranks import alone
 from shardwright.errors import UsageError
-from shardwright.runtime.changed_buffers import Place, mixed, places_of
+from shardwright.runtime.checks.changed_buffers import Place, mixed, places_of
 from shardwright.runtime.checks.check import EVERY, Checks, Turns
 from shardwright.runtime.programs.splitting import is_split
 from shardwright.runtime.updates.optimizer_steps import made_steps, unlike
