@@ -118,7 +118,7 @@ def test_four_ranks_measure_pairs_and_all_four():
 def beside():
     """On a rank of two: what a step takes beside operators, where these take nothing, and where they take minutes."""
     world = sw.init("gloo")
-    found = overheads.measure_around(world, DeviceSpeeds((("float32", 1e18),), 1e18, 1e-12, 1.0))
+    found = overheads.measure_overheads(world, DeviceSpeeds((("float32", 1e18),), 1e18, 1e-12, 1.0))
     return found, overheads._around_s(world, DeviceSpeeds((("float32", 1e18),), 1e18, 60.0, 1.0))
 
 

@@ -88,13 +88,13 @@ def named():
     """The names of all that is waited for inside."""
     found = []
 
-    class Noted(progress_notes.Work):
+    class Noted(progress_notes.Task):
         def __init__(self, name):
             found.append(name)
             super().__init__(name)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(progress_notes, "Work", Noted)
+        patched.setattr(progress_notes, "Task", Noted)
         yield found
 
 
