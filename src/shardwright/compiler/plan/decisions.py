@@ -62,17 +62,17 @@ class PlannedCollective:
 class Decisions:
     """The decisions of a plan: who computes what, and where it is stored.
 
-    ``mesh`` has the axes that are split over; ``named`` is the mesh as the user wrote it.
-
-    ``leaves`` and ``outputs`` map value names to layouts; ``strategies`` maps node names to strategies. An output
-    appears in ``outputs`` with the layout in which it leaves the program (the loss, auxiliary outputs, new buffers).
-    ``cost`` is what the search minimised, at these decisions, and ``bound`` what no decisions are below, in the unit of
-    the search; None where nothing was searched, or for another graph. ``optimizer`` is what will update the
-    parameters, and ``memory`` the bytes that a device may hold, where that was limited. ``again`` names
-    values, above all parameters that are stored split, that are gathered for their use: the backward gathers them
-    again, and no copy is kept. ``recomputed`` names modules of whose inside nothing is kept: the backward computes it
-    once more from what the module is given. ``considered`` says of each mesh what a plan on it costs or why there is
-    none, where several were looked at. ``hardware`` is what the plan was priced with.
+    Args:
+        mesh: the mesh whose axes are split over.
+        named: the mesh as the user wrote it.
+        outputs: layouts in which values leave the program: the loss, auxiliary outputs, new buffers.
+        cost: the objective of the search, in its unit; None where nothing was searched, or for another graph.
+        bound: what no decisions cost less than.
+        memory: the bytes that a device may hold, where that was limited.
+        again: values that are resharded after the forward: the backward gathers them again, and no copy is kept.
+        recomputed: modules with activation checkpointing: the backward recomputes them from their inputs.
+        considered: a line on each mesh, where several were searched.
+        hardware: the profile that the plan was priced with.
     """
 
     graph: RuledGraph = field(repr=False)

@@ -26,10 +26,9 @@ from shardwright.distributed.gradients import BUCKET_BYTES
 class DeviceMemory:
     """Bytes of one device, by what they are for.
 
-    ``activations`` are what autograd keeps from the forward for the backward; ``buffers`` those of the model and what
-    it closes over; ``communication`` is the largest buffer of a collective, or all that is there while small parameters
-    are gathered together, if that is more; and ``recomputed`` what the backward makes again of the block that has most
-    of it.
+    ``activations`` are saved by autograd for the backward; ``buffers`` include constants; ``communication`` is the
+    largest buffer of a collective, or of small parameters that are gathered together; ``recomputed`` is what the
+    backward makes again of the block that has most of it.
     """
 
     parameters: int

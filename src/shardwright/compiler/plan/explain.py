@@ -112,9 +112,9 @@ class Explainer:
         if values:
             yield self._parameters(values)
         yield _communication(moved)
-        dearest = sorted(nodes, key=lambda node: -self._spent(node))[:MOST_OPERATORS]
-        if dearest:
-            whys = [f"{node.name}: {self.reasons(node)}" for node in nodes if node in dearest]
+        longest = sorted(nodes, key=lambda node: -self._spent(node))[:MOST_OPERATORS]
+        if longest:
+            whys = [f"{node.name}: {self.reasons(node)}" for node in nodes if node in longest]
             which = "why" if len(whys) == len(nodes) else f"why, for the {len(whys)} operators that take longest"
             yield "\n".join([f"{which}:", *whys, self._freedom()])
 
@@ -411,7 +411,7 @@ def _places(factor: str, rule: OpRule, node: Node, plan: Decisions) -> list[str]
 
 
 def _communication(moved: Sequence[Communication]) -> str:
-    """A row for what is communicated alike for values of equal layers, the dearest first."""
+    """A row for what is communicated alike for values of equal layers, the longest first."""
     alike: dict[tuple[str, str, str], list[Communication]] = defaultdict(list)
     for m in moved:
         alike[", ".join(m.kinds), "·".join(m.axes), template(m.cause)].append(m)

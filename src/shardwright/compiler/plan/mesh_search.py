@@ -235,7 +235,7 @@ EQUAL = 1e-9
 FAR, APART = 1e-2, 5e-2
 
 
-def search_mesh(weighing: MeshSearch, row: Search, below: float) -> Choice:
+def search_mesh(on_mesh: MeshSearch, row: Search, below: float) -> Choice:
     """Search a mesh; try alternatives where the search leaves a gap or finds nothing that fits.
 
     Raises:
@@ -247,16 +247,16 @@ def search_mesh(weighing: MeshSearch, row: Search, below: float) -> Choice:
     def or_better(choice: Choice) -> Choice:
         nonlocal asked
         asked = True
-        return or_alternative(choice, row, weighing)
+        return or_alternative(choice, row, on_mesh)
 
     try:
-        choice = weighing.first(row, below, or_better)
+        choice = on_mesh.first(row, below, or_better)
     except OverBudget as over:
-        return best_baseline(weighing, row, over)
+        return best_baseline(on_mesh, row, over)
     return choice if asked else or_better(choice)
 
 
-def best_baseline(weighing: MeshSearch, row: Search, over: OverBudget) -> Choice:
+def best_baseline(on_mesh: MeshSearch, row: Search, over: OverBudget) -> Choice:
     """The best of the plans that are known by name which fits, where nothing did that a search has found.
 
     They store all parameters in parts that need not be even. A search stores so only matrices that it cannot cut evenly
@@ -265,30 +265,30 @@ def best_baseline(weighing: MeshSearch, row: Search, over: OverBudget) -> Choice
     Raises:
         OverBudget: where none fits: that of the search, or of one of these which holds less.
     """
-    space, request = weighing.space, weighing.request
+    space, request = on_mesh.space, on_mesh.request
     found, least = [], over
     for other in _known_by_name(space, request):
         with suppress(PlanError):  # impossible on this mesh
             if _allowed(other, space, request):
-                priced = replace(other, cost=_cost(other, space, weighing.known))
-                if (within := weighing.within(priced)) is not None:
+                priced = replace(other, cost=_cost(other, space, on_mesh.known))
+                if (within := on_mesh.within(priced)) is not None:
                     found.append(within)
                 else:
-                    least = min(least, weighing.refusal([priced], over.bound), key=lambda error: error.least_bytes)
+                    least = min(least, on_mesh.refusal([priced], over.bound), key=lambda error: error.least_bytes)
     if not found:
         raise least
     best = min(found, key=lambda choice: choice.cost or 0.0)
     return replace(best, bound=None if row.by_axes else min(over.bound, best.cost or 0.0))
 
 
-def or_alternative(choice: Choice, row: Search, weighing: MeshSearch) -> Choice:
+def or_alternative(choice: Choice, row: Search, on_mesh: MeshSearch) -> Choice:
     """The choice, or the best of the others that may be taken, where a gap is left and one of them costs less."""
     if choice.cost is None or choice.bound is None or choice.bound >= choice.cost * (1 - EQUAL):
         return choice
-    best, space, request = choice, weighing.space, weighing.request
+    best, space, request = choice, on_mesh.space, on_mesh.request
     costs: dict[tuple[int, int], float] = {}  # by what was decided: what is gathered again does not count here
     held: list[Choice] = []  # so that no identity is given to another object
-    for find in _others(row, weighing, choice.price):
+    for find in _others(row, on_mesh, choice.price):
         least = best.cost or 0.0
         with suppress(PlanError):  # impossible on this mesh, too wide, or nothing cheaper
             other = find(least)
@@ -297,10 +297,10 @@ def or_alternative(choice: Choice, row: Search, weighing: MeshSearch) -> Choice:
             held.append(other)
             decided = id(other.strategies), id(other.leaves)
             if decided not in costs:
-                costs[decided] = _cost(other, space, weighing.known)
+                costs[decided] = _cost(other, space, on_mesh.known)
             if (cost := costs[decided]) >= least:
                 continue
-            within = weighing.within(replace(other, cost=cost, price=choice.price))
+            within = on_mesh.within(replace(other, cost=cost, price=choice.price))
             if within is not None and (within.cost or 0.0) < least:
                 # What is stored in parts that the search has not may cost less than its bound.
                 best = replace(within, bound=min(choice.bound, within.cost or 0.0))
@@ -322,26 +322,26 @@ def _itself(choice: Choice, below: float) -> Choice:
     return choice
 
 
-def _others(row: Search, weighing: MeshSearch, price: float) -> Iterator[Callable[[float], Choice]]:
+def _others(row: Search, on_mesh: MeshSearch, price: float) -> Iterator[Callable[[float], Choice]]:
     """Other ways to plan, each by what it is to cost less than: what is known by name, and what searches find.
 
     A budget had the search end at ``price`` for a byte, which is where searches for the same objective begin: many of
     them can find nothing that costs less.
     """
-    space, request = weighing.space, weighing.request
+    space, request = on_mesh.space, on_mesh.request
     graph, mesh, objective = space.graph, space.mesh, row.objective(request.hardware, request.optimizer)
     named = [*_known_by_name(space, request)]
     for of in named:
         yield partial(_itself, of)
-    if (budget := weighing.budget()) is not None:
+    if (budget := on_mesh.budget()) is not None:
         budget = replace(budget, price=price, once=False, close=FAR)
     free = {value.name for value in graph.capture.of_kind("parameter")} - request.storage.keys()
     settled = replace(space, leaves={name: of for name, of in space.leaves.items() if name not in free})
     if mesh.axes:
         tensor = tensor_space(graph, mesh, named[0].strategies, settled)
-        yield lambda below: search(tensor, objective, budget, below, weighing.known)
+        yield lambda below: search(tensor, objective, budget, below, on_mesh.known)
     if len(mesh.axes) > 1 and not row.by_axes:
-        yield lambda below: recursive(space, objective, budget, below, weighing.known, weighing.built)
+        yield lambda below: recursive(space, objective, budget, below, on_mesh.known, on_mesh.built)
     if len(mesh.axes) <= FEW_AXES and (other := SEARCHES["propagation"]) is not row:
         yield lambda _: _found_by(other, space_of(graph, mesh, request, other), request)
 

@@ -81,21 +81,21 @@ class Meshes:
 
         What is found of such plans, in a fraction of the time, is to be beaten.
         """
-        weighings = {mesh: self._if_worth(mesh, least) for mesh in finer}
-        worth = [of for of in weighings.values() if of is not None]
+        on_meshes = {mesh: self._if_worth(mesh, least) for mesh in finer}
+        worth = [of for of in on_meshes.values() if of is not None]
         busy = {of.mesh: self._of_the_busy(of.mesh) for of in worth}
         self.look_at(sorted(worth, key=lambda of: busy[of.mesh]))
-        idle = [mesh for mesh, of in weighings.items() if of is None]
+        idle = [mesh for mesh, of in on_meshes.items() if of is None]
         self._said += [f"{mesh} not searched: its axes have one link, and cut no more than fewer do" for mesh in idle]
 
     def _of_the_busy(self, mesh: Mesh) -> float:
         """Return the cost of the best plan that leaves no device idle, and keep that plan if it is the best so far."""
-        weighing = self.search_on(mesh, replace(self._row, keeps=SEARCHES["propagation"].keeps))
+        on_mesh = self.search_on(mesh, replace(self._row, keeps=SEARCHES["propagation"].keeps))
         try:
-            choice = weighing.first(self._row, self._least())
+            choice = on_mesh.first(self._row, self._least())
         except PlanError:
             return math.inf
-        self._take(choice, weighing)
+        self._take(choice, on_mesh)
         return choice.cost or 0.0
 
     def _finer(self, meshes: Sequence[Mesh]) -> Sequence[Mesh]:
@@ -117,8 +117,8 @@ class Meshes:
             return self.search_on(finer)
         if self._floor >= least * (1 - EQUAL):
             return None
-        weighing = self.search_on(finer)
-        return weighing if weighing.least < least * (1 - EQUAL) else None
+        on_mesh = self.search_on(finer)
+        return on_mesh if on_mesh.least < least * (1 - EQUAL) else None
 
     @cached_property
     def _floor(self) -> float:
@@ -129,40 +129,40 @@ class Meshes:
         request = self._request
         return floor_of(self._graph, self._row.objective(request.hardware, request.optimizer), request.mesh.size)
 
-    def look_at(self, weighings: Sequence[MeshSearch]) -> None:
+    def look_at(self, on_meshes: Sequence[MeshSearch]) -> None:
         """Search these meshes for what costs less than what was found."""
-        for weighing in weighings:
-            self._said.append(f"{weighing.mesh} {self._searched(weighing)}")
-            weighing.forget()
+        for on_mesh in on_meshes:
+            self._said.append(f"{on_mesh.mesh} {self._searched(on_mesh)}")
+            on_mesh.forget()
 
-    def _searched(self, weighing: MeshSearch) -> str:
+    def _searched(self, on_mesh: MeshSearch) -> str:
         """Search a mesh and return a line about it; a plan that costs less than the best so far takes its place."""
         row, below = self._row, self._least()
-        if weighing.least >= below:
-            return f"not searched: nothing on it costs less than {in_unit(weighing.least, row)}"
+        if on_mesh.least >= below:
+            return f"not searched: nothing on it costs less than {in_unit(on_mesh.least, row)}"
         try:
-            choice = search_mesh(weighing, row, below)
+            choice = search_mesh(on_mesh, row, below)
         except NothingBelow as nothing:
             self._bounds.append(min(nothing.bound, below))
             return f"has no cheaper plan: nothing on it costs less than {in_unit(nothing.bound, row)}"
         except OverBudget as over:
-            self._errors.append((weighing.mesh, over))
+            self._errors.append((on_mesh.mesh, over))
             self._bounds.append(over.bound)
             return f"has no plan that fits: the one that holds least holds {in_bytes(over.least_bytes)}"
         except PlanError as error:
-            self._errors.append((weighing.mesh, error))
-            self._bounds += [weighing.least] if isinstance(error, TooWide) else []
+            self._errors.append((on_mesh.mesh, error))
+            self._bounds += [on_mesh.least] if isinstance(error, TooWide) else []
             return f"has no plan: {str(error).splitlines()[0]}"
         self._bounds += [] if choice.bound is None else [choice.bound]
-        self._take(choice, weighing)
+        self._take(choice, on_mesh)
         return f"costs {in_unit(choice.cost or 0.0, row)}"
 
     def _least(self) -> float:
         return math.inf if self._best is None else self._best.cost or 0.0
 
-    def _take(self, choice: Choice, weighing: MeshSearch) -> None:
+    def _take(self, choice: Choice, on_mesh: MeshSearch) -> None:
         if (choice.cost or 0.0) < self._least():
-            self._best, self._price = weighing.plan(choice), choice.price
+            self._best, self._price = on_mesh.plan(choice), choice.price
 
     def _is_too_wide(self) -> bool:
         return self._best is None and all(isinstance(error, TooWide) for _, error in self._errors)

@@ -78,7 +78,6 @@ def _refuse_incomplete(plan: Decisions) -> None:
 
 
 def _axes(plan: Decisions) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield the axes of each decision, with what it is of."""
     for name, layout in (*plan.leaves.items(), *plan.outputs.items()):
         yield name, (*(axis for split in layout.dims for axis in split.axes), *layout.partial)
     for name, strategy in plan.strategies.items():
@@ -285,8 +284,6 @@ _Axis = tuple[str, int] | tuple[str, int, float, float]
 
 @dataclass(frozen=True)
 class _LayoutInFile:
-    """A layout in a file: of every dim the axes and the unit."""
-
     dims: tuple[tuple[tuple[str, ...], int], ...]
     partial: tuple[str, ...]
 

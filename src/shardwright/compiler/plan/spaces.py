@@ -287,7 +287,6 @@ def meshes_for(graph: RuledGraph, request: PlanRequest, most_axes: int) -> tuple
 
 
 def _serves(mesh: Mesh, graph: RuledGraph) -> bool:
-    """Return whether the mesh has the axes that pins need."""
     try:
         for node in graph.capture.nodes:
             if node.pin is not None:

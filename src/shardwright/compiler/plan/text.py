@@ -155,7 +155,6 @@ def _collectives(plan: Decisions) -> str:
 
 
 def _modules(plan: Decisions) -> str:
-    """Per module: parameters on one device, bytes sent per step."""
     held: dict[str, float] = {}
     for value in plan.capture.of_kind("parameter"):
         module = value.label.rpartition(".")[0]

@@ -181,5 +181,4 @@ def _place(node: Node) -> str:
 
 
 def _short(op: str) -> str:
-    """``aten.matmul.default`` -> ``matmul``."""
     return op.split(".")[1]

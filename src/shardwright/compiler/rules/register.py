@@ -56,7 +56,6 @@ def function_of(op: str) -> type[torch.autograd.Function]:
 
 
 def _path(op: str) -> tuple[str, str]:
-    """The module, and the class within it."""
     module, _, path = op.removeprefix(f"{_NAMESPACE}.").removesuffix(f".{_OVERLOAD}").replace("/", ".").partition(":")
     return module, path
 

@@ -256,5 +256,4 @@ def class_statistics(mesh: Mesh, axes: tuple[str, ...], local: Sequence[int], it
 
 
 def _of_channels(local: Sequence[int], itemsize: int) -> int:
-    """The bytes of two statistics of every channel."""
     return 2 * local[1] * max(itemsize, 4)

@@ -1,9 +1,5 @@
 """The cost that a search minimises: seconds per step (`Seconds`) or bytes sent (`Bytes`); and the buckets it assumes.
 
-    cost(plan) = sum over operators of operator(node, strategy)
-               + sum over transfers of transfer(value, steps)
-               + sum over leaves of    leaf(value, layout)
-
 Seconds: an operator takes the longest of its share of flops, its share of bytes and the launch, and of the others the
 part that the hardware does not overlap (`Hardware.at_once`); three times that with its backward. A collective takes
 what the hardware's curve says for its kind, its bytes, its number of ranks and its link (`Hardware.collective_s`).
@@ -296,7 +292,6 @@ class Seconds:
         return self._once_s(graph, node, _parts(strategy, mesh)) + self._sum(inside, mesh)
 
     def _once_s(self, graph: RuledGraph, node: Node, parts: int) -> float:
-        """The forward in so many parts, without what it communicates."""
         work = work_of(graph, node)
         work_s = work.flops / self.hardware.flops_in(work.dtype)
         traffic_s = work.bytes / self.hardware.memory_bandwidth
@@ -358,7 +353,6 @@ def _road(
 
 
 def _parts(strategy: Strategy, mesh: Mesh) -> int:
-    """Among how many devices an operator is shared."""
     return mesh.extent(axis for axes in strategy.axes for axis in axes)
 
 

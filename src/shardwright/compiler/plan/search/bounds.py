@@ -365,11 +365,9 @@ class Bounds:
             messages[dim] = self._one(messages[dim][kept])
 
     def _near(self, above: float) -> list[Indices]:
-        """Of every variable the values whose bound is at most so much above the bound of all."""
         return [np.flatnonzero(of <= self.bound + above) for of in self._of_value]
 
     def _least_of(self, near: Sequence[Indices], limit: int) -> Minimum:
-        """The least assignment of these values."""
         self._held += (table.costs for table in self._tables)
         tables = [Table((v,), costs[near[v]]) for v, costs in enumerate(self._alone)]
         tables += among(near, self._tables, self._known)

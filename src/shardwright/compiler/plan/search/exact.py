@@ -167,7 +167,6 @@ class Reduced:
 
 
 def _eliminated(order: _Eliminations, tables: Sequence[Table], domains: Sequence[int]) -> Reduced:
-    """Return the problem after these eliminations."""
     total = sum(float(table.costs) for table in tables if not table.scope)
     every, found = [table.costs for table in tables], []
     # Cached by the identity of the tables, which are held, and by the places of variables in them: their sizes are the

@@ -112,7 +112,6 @@ def _among_left(tables: Sequence[Table], limit: int, below: float, enough: float
 def _least(
     domains: Sequence[int], tables: Sequence[Table], limit: int, below: float, enough: float, learned: WarmStart
 ) -> Minimum:
-    """The same among the values that are left."""
     with suppress(TooWide):
         cost, picked = minimise(domains, tables, limit * WIDER)
         return Minimum(cost, cost, picked)

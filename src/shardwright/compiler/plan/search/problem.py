@@ -1,16 +1,9 @@
-"""The search for a plan as a problem over discrete variables, and its solution.
+"""The problem of `shardwright.compiler.plan` as tables over discrete variables, and a cache of their costs.
 
-Variables: the strategy of every operator, the layout of every leaf that is free, and for every value with several
-consumers a *shared target*: the redistribution that those consumers have in common and that is made once.
-
-    minimise   sum over operators n:            operator(n, s_n)
-             + sum over values v, consumers c:  transfer(layout of v, target of c), unless that is v's shared target
-             + sum over values v:               transfer(layout of v, shared target of v)
-             + sum over leaves l:               leaf(layout of l)
-
-The first two lines alone would charge the gradient reduction of a transformer's hidden state three times, for q, k
-and v. A value that would share two different targets is charged too much for the second: the objective is then an
-upper bound of the plan's cost, else it is equal to it.
+Besides the strategy of every operator and the layout of every free leaf, each value with several readers has a *shared
+target*: the redistribution that they have in common and that is made once. Transfers alone would charge the gradient
+reduction of a transformer's hidden state three times, for q, k and v. A value that would share two different targets is
+charged too much for the second: the objective is then an upper bound of the plan's cost, else it is equal to it.
 """
 
 from __future__ import annotations

@@ -99,7 +99,6 @@ def _left(space: Space, axes: Sequence[str], decided: Mapping[str, Strategy]) ->
 
 
 def _leaves(space: Space, axes: Set[str]) -> dict[str, Sequence[Layout]]:
-    """The layouts of the leaves over these axes."""
     found: dict[str, Sequence[Layout]] = {}
     same: dict[tuple[Layout, ...], tuple[Layout, ...]] = {}
     for name, layouts in space.leaves.items():
@@ -109,12 +108,10 @@ def _leaves(space: Space, axes: Set[str]) -> dict[str, Sequence[Layout]]:
 
 
 def _strategy(strategy: Strategy, axes: Set[str]) -> Strategy:
-    """Return what a strategy does over these axes."""
     return Strategy(tuple(_kept(of, axes) for of in strategy.axes), _kept(strategy.partial, axes))
 
 
 def _layout(layout: Layout, axes: Set[str]) -> Layout:
-    """Return how a layout splits over these axes."""
     dims = tuple(Split(kept, dim.unit) if (kept := _kept(dim.axes, axes)) else WHOLE for dim in layout.dims)
     return Layout(dims, _kept(layout.partial, axes))
 

@@ -1,8 +1,7 @@
 """The memory that choices hold, as tables over the variables of a problem.
 
-    bytes(choices) = sum over parameters:               part, gradient, states of the optimizer
-                   + sum over operators:                results that they keep themselves, and what they make inside
-                   + sum over operands that are kept:   the memory in which the operand lies
+Parameters count their shard, its gradient and the optimizer's states; operators count the results that they save and
+what they make inside; operands that are saved count the memory in which they lie.
 
 What is gathered for operators need not be kept so: the backward can gather it again, for what that costs. Such an
 operand counts what is less at a price: its bytes, or those that it is gathered from and the second gathering.

@@ -71,7 +71,6 @@ def _forward_s(plan: Plan, prices: Prices, node: Node) -> tuple[float, float]:
 
 
 def _transferred(plan: Plan, prices: Prices, transfer: Transfer) -> tuple[float, float]:
-    """Seconds of the forward and of the backward."""
     moved = prices.transferred(transfer)
     if moved is None:
         return 0.0, 0.0
@@ -92,7 +91,7 @@ class PlanDocument:
     atoms: Sequence[Mapping[str, int]]  # the axes over which each plan cuts, finer than those that people name
     root: FoldedModule
     operators: Sequence[FoldedOperator]
-    whys: Mapping[int, str]  # the place of an operator -> why the first plan does it so; of the dearest
+    whys: Mapping[int, str]  # the place of an operator -> why the first plan does it so; of the longest
     events: Sequence[Sequence[StepEvent]]  # of each plan
     places: Mapping[str, int]
 
@@ -134,8 +133,8 @@ def document_of(title: str, plans: Mapping[str, Plan], hardware: Hardware) -> Pl
 def _whys(plan: Plan, hardware: Hardware, operators: Sequence[FoldedOperator]) -> dict[int, str]:
     why = Explainer(plan, hardware)
     spent = {place: row.ways[0].computes_s + row.ways[0].communicates_s for place, row in enumerate(operators)}
-    dearest = sorted(spent, key=lambda place: -spent[place])[:MOST_ASKED]
-    return {place: why.reasons(why.nodes[operators[place].name]) for place in dearest}
+    longest = sorted(spent, key=lambda place: -spent[place])[:MOST_ASKED]
+    return {place: why.reasons(why.nodes[operators[place].name]) for place in longest}
 
 
 def _head(summary: PlanSummary) -> dict[str, Any]:

@@ -157,7 +157,6 @@ def _events(folder: JobFolder) -> list[dict[str, Any]]:
 
 
 def _cause(folder: JobFolder) -> list[dict[str, Any]]:
-    """Return why the job failed, if it did."""
     try:
         failure = from_json(folder.failed_mark.read_bytes(), _Failure)
     except (OSError, SchemaError):
