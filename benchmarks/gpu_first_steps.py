@@ -324,7 +324,7 @@ def saves(device: torch.device, quick: bool) -> dict[str, Any]:
 
 @step("pinned")
 def pinned(device: torch.device, quick: bool) -> dict[str, Any]:
-    from shardwright.checkpoint.saving.room import forget_error, room_of
+    from shardwright.checkpoint.saving.image import forget_error, room_of
 
     size = (1 << 28) + 1  # of which torch's own allocator would take twice as much
     memory, source = room_of(size, pinned=True), torch.ones(size, dtype=torch.uint8, device=device)

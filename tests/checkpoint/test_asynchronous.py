@@ -23,8 +23,7 @@ from shardwright import checkpoint
 from shardwright.checkpoint.api import Checkpoints
 from shardwright.checkpoint.loading.load import load
 from shardwright.checkpoint.saving.asynchronous import AsyncSaver, own_ranks
-from shardwright.checkpoint.saving.image import ROOM_BYTES, Copy, Image
-from shardwright.checkpoint.saving.room import room_of
+from shardwright.checkpoint.saving.image import ROOM_BYTES, Copy, Image, room_of
 from shardwright.checkpoint.saving.save import TO_SAVE
 from shardwright.checkpoint.storage.files import LocalFiles
 from shardwright.checkpoint.storage.store import Store
@@ -436,7 +435,7 @@ def test_memory_that_is_pinned_has_the_size_that_is_asked_for_and_is_given_back(
     driver.error = 2
     forgotten = []
     runtime = SimpleNamespace(cudaGetLastError=lambda: forgotten.append(2))
-    monkeypatch.setattr("shardwright.checkpoint.saving.room._runtime", lambda: runtime)
+    monkeypatch.setattr("shardwright.checkpoint.saving.image._runtime", lambda: runtime)
     with pytest.warns(UserWarning, match=r"5 MB of memory for saves cannot be pinned \(CUDA error 2\): each save"):
         assert room_of(5_000_000, True).nbytes == 5_000_000
     assert forgotten == [2]

@@ -15,16 +15,13 @@ from torch.distributed.tensor import DTensor
 
 import shardwright as sw
 from ranks import run_ranks
-from shardwright.checkpoint.exchange.exchange import fill, load_state, read_state, split
+from shardwright.checkpoint.exchange.exchange import load_state, read_state, split
 from shardwright.checkpoint.exchange.merge import merge
-from shardwright.checkpoint.format.pieces import TensorShard
 from shardwright.checkpoint.inspection.verify import verify
 from shardwright.checkpoint.loading.load import load
 from shardwright.checkpoint.loading.source import open_source
 from shardwright.checkpoint.saving.save import TO_SAVE, save
 from shardwright.checkpoint.storage.store import Store
-from shardwright.compiler.mesh.layout import Layout
-from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.distributed.ranks import OneRank
 from shardwright.errors import CheckpointError, UsageError
 
@@ -204,17 +201,6 @@ def test_a_tied_tensor_is_taken_from_the_one_name_that_is_there():
     assert model[1].weight.all()
     with pytest.raises(CheckpointError, match=r"missing in the checkpoint: model.0.weight, model.1.weight"):
         load_state({"other": torch.ones(4, 4)}, model)
-
-
-@pytest.mark.parametrize("mesh", [Mesh.of(a=2), Mesh.of(a=3), Mesh.of(a=2, b=3)], ids=str)
-def test_each_rank_takes_its_part_of_a_plain_state(mesh):
-    whole = torch.randn(7, 5)
-    layout = Layout.split(2, {0: mesh.names})
-    for rank in range(mesh.size):
-        part = whole[layout.local_slice(whole.shape, mesh, rank)]
-        piece = TensorShard(("model", "w"), (7, 5), torch.float32, layout, mesh, torch.zeros_like(part))
-        fill({("model", "w"): whole}, {("model", "w"): piece}, {}, "x", rank=rank)
-        assert torch.equal(piece.local, part)
 
 
 def _load_into_a_parallel(path, wanted):

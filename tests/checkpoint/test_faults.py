@@ -8,8 +8,7 @@ import pytest
 from faulty_files import Disk, Faulty, Killed, crashes
 from saved import good_step, no_leftovers, save_step
 from shardwright.checkpoint.storage.files import LocalFiles
-from shardwright.checkpoint.storage.retention import Retention
-from shardwright.checkpoint.storage.store import Store
+from shardwright.checkpoint.storage.store import Retention, Store
 from shardwright.errors import CheckpointError
 
 KEEP_ONE = Retention(latest_k=1)

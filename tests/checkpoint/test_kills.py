@@ -14,8 +14,7 @@ from ranks import run_ranks
 from saved import good_step, no_leftovers, save_step, state_of
 from shardwright.checkpoint.saving.save import TO_SAVE, save
 from shardwright.checkpoint.storage.files import LocalFiles
-from shardwright.checkpoint.storage.retention import Retention
-from shardwright.checkpoint.storage.store import LOCK, SAVING, Store
+from shardwright.checkpoint.storage.store import LOCK, SAVING, Retention, Store
 from shardwright.distributed.ranks import ProcessRanks
 from shardwright.errors import CheckpointError
 

@@ -18,8 +18,7 @@ from shardwright.checkpoint.saving.save import save
 from shardwright.checkpoint.storage import objects
 from shardwright.checkpoint.storage.folders import open_folder
 from shardwright.checkpoint.storage.objects import MARK, ObjectFiles, ObjectStore, open_store
-from shardwright.checkpoint.storage.retention import Retention
-from shardwright.checkpoint.storage.store import Store
+from shardwright.checkpoint.storage.store import Retention, Store
 from shardwright.data.remote import local_copy
 from shardwright.errors import CheckpointError, UsageError
 from simulated_ranks import SimulatedRanks

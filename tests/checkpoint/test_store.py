@@ -8,8 +8,7 @@ from saved import good_step, no_leftovers, save_step, state_of
 from shardwright.checkpoint.format.manifest import MANIFEST
 from shardwright.checkpoint.saving.save import save
 from shardwright.checkpoint.storage.files import LocalFiles
-from shardwright.checkpoint.storage.retention import Retention
-from shardwright.checkpoint.storage.store import Store
+from shardwright.checkpoint.storage.store import Retention, Store
 from shardwright.errors import CheckpointError
 from simulated_ranks import SimulatedRanks
 from small_disk import mounted

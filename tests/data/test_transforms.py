@@ -78,10 +78,6 @@ def test_any_number_of_ranks_and_workers_sees_the_same_images(data):
         assert torch.equal(seen(data, ranks, batch_size=batch_size, workers=workers), wanted)
 
 
-def test_a_wrapped_dataset_sees_what_one_with_the_transform_sees():
-    assert torch.equal(seen(Transformed(Plain(), AUGMENT), 2), seen(dataset(), 1))
-
-
 def test_another_epoch_and_another_seed_see_other_images():
     found = [seen(dataset(), 1, epoch=epoch, seed=seed) for epoch, seed in ((0, 3), (1, 3), (0, 4))]
     for one, other in ((0, 1), (0, 2), (1, 2)):

@@ -23,7 +23,7 @@ from shardwright.checkpoint.saving.save import ONE_FOLDER, TO_SAVE
 from shardwright.checkpoint.saving.save import save as write
 from shardwright.checkpoint.storage.folders import open_folder
 from shardwright.checkpoint.storage.objects import open_store
-from shardwright.checkpoint.storage.retention import Retention
+from shardwright.checkpoint.storage.store import Retention
 from shardwright.checkpoint.whole_run.restore import RunRestore
 from shardwright.checkpoint.whole_run.run_state import (
     Run,

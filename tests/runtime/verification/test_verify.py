@@ -43,15 +43,7 @@ def verified(name, rows, options):
     [
         ("perceptron", 2, 24, {"mode": "data"}),
         pytest.param("resnet", 3, 25, {"mode": "data"}, marks=pytest.mark.slow),
-        pytest.param("resnet", 4, 24, {"search": "propagation", "dtypes": ("float64",)}, marks=pytest.mark.slow),
         pytest.param("transformer", 2, 24, {"search": "propagation"}, marks=pytest.mark.slow),
-        pytest.param(
-            "transformer",
-            4,
-            24,
-            {"mesh": "dp=2,tp=2", "search": "propagation", "dtypes": ("float32",)},
-            marks=pytest.mark.slow,
-        ),
     ],
 )
 def test_a_plan_gives_what_one_device_gives(name, ranks, rows, options):

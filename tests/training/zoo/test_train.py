@@ -179,9 +179,6 @@ def test_random_data_need_no_file_and_say_what_to_expect(tmp_path):
 
 LAUNCHERS = {
     "alone": [],
-    "launch a module": [BIN / "shardwright", "launch", "-n", "2", "-m", "shardwright"],
-    "launch a program": [BIN / "shardwright", "launch", "-n", "2", "--", BIN / "shardwright"],
-    "launch a command": [BIN / "shardwright", "launch", "-n", "2", "shardwright"],
     "launch": [BIN / "shardwright", "launch", "-n", "2"],
     "train -n": [],
     "torchrun": [BIN / "torchrun", "--standalone", "--nproc-per-node", "2", "-m", "shardwright"],

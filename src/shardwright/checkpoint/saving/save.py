@@ -10,6 +10,7 @@ takes back what was written, and all ranks raise the same error.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -17,11 +18,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.tensor import DTensor
 
 from shardwright import __version__
 from shardwright.checkpoint.format.containers import packed, write_tensor, write_value
-from shardwright.checkpoint.format.dcp import METADATA, metadata
 from shardwright.checkpoint.format.manifest import (
     MANIFEST,
     Box,
@@ -37,10 +46,13 @@ from shardwright.checkpoint.format.manifest import (
 from shardwright.checkpoint.format.pieces import State, TensorShard, shares
 from shardwright.checkpoint.storage.files import written
 from shardwright.checkpoint.storage.store import Save, Store, WritingPlace
+from shardwright.common.torch_private import dcp_storage_info
 from shardwright.distributed.agreement import attempt
 from shardwright.distributed.ranks import Lost, Purpose, Ranks
 from shardwright.errors import CheckpointError
 
+METADATA = ".metadata"
+"""The index that ``torch.distributed.checkpoint`` reads, made from the manifest."""
 TO_SAVE = Purpose("saving a checkpoint", CheckpointError)
 ONE_FOLDER = "all ranks write their parts into one folder and read them from there: give every rank the same"
 
@@ -326,3 +338,26 @@ def _difference(answers: Sequence[Any]) -> str:
         f"nothing was saved: the state must have the same entries on all ranks, but {name} is {on[0]} on rank 0 and "
         f"{on[1]} on rank {rank}"
     )
+
+
+def metadata(manifest: Manifest) -> bytes:
+    """The pickled metadata with which ``dcp.load`` and ``dcp_to_torch_save`` read the same files."""
+    described: dict[str, Any] = {}
+    stored: dict[MetadataIndex, Any] = {}
+    for name, entry in manifest.entries.items():
+        if not isinstance(entry, TensorEntry):
+            described[name] = BytesStorageMetadata()
+            stored[MetadataIndex(name)] = _stored(entry.place)
+            continue
+        chunks: list[ChunkStorageMetadata] = []
+        for chunk in entry.chunks:
+            offsets, sizes = torch.Size(chunk.box.offsets), torch.Size(chunk.box.sizes)
+            stored[MetadataIndex(name, offsets, len(chunks))] = _stored(chunk.place)
+            chunks.append(ChunkStorageMetadata(offsets, sizes))
+        described[name] = TensorStorageMetadata(TensorProperties(entry.dtype), torch.Size(entry.shape), chunks)
+    paths = {name: entry.path for name, entry in manifest.entries.items()}
+    return pickle.dumps(Metadata(described, paths, stored, StorageMeta()))
+
+
+def _stored(place: Extent) -> Any:
+    return dcp_storage_info(place.file, place.start, place.length)

@@ -23,8 +23,7 @@ from typing import Any
 from shardwright.checkpoint.format.manifest import LATEST, MANIFEST, Manifest
 from shardwright.checkpoint.storage.files import Locked
 from shardwright.checkpoint.storage.folders import file_system
-from shardwright.checkpoint.storage.retention import KEEP_ALL, Retention
-from shardwright.checkpoint.storage.store import LOCK, Save, Store
+from shardwright.checkpoint.storage.store import KEEP_ALL, LOCK, Retention, Save, Store
 from shardwright.errors import CheckpointError
 
 MARK = ".saving"

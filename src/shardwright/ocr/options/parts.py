@@ -15,8 +15,7 @@ from shardwright.ocr.networks.mobilenet import OUT_STAGES, BlockStyle, divisible
 from shardwright.ocr.networks.necks import LevelPyramid, ScaleFusion, WeighedPyramid
 from shardwright.ocr.networks.published import MOBILENET, RESNET18, RESNET50, Published
 from shardwright.ocr.samples.sample import Task
-from shardwright.training.zoo.ranges import at_least, between, more_than
-from shardwright.training.zoo.rows import ChoiceTable
+from shardwright.training.zoo.rows import ChoiceTable, at_least, between, more_than
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from shardwright.distributed.precision import Precision
 from shardwright.errors import UsageError
 from shardwright.ocr.options.parts import BACKBONES, HEADS, LOSSES, METRICS, NECKS, POSTPROCESSES
 from shardwright.ocr.samples.sample import Task
-from shardwright.training.zoo.ranges import at_least, between, more_than
+from shardwright.training.zoo.rows import at_least, between, more_than
 
 
 @dataclass(frozen=True, kw_only=True)

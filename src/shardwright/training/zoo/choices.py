@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from shardwright.training.schedules import constant_schedule, cosine_schedule, polynomial_schedule, step_schedule
-from shardwright.training.zoo.ranges import between, more_than
 from shardwright.training.zoo.rows import (
     Decay,
     LossFunction,
@@ -21,6 +20,8 @@ from shardwright.training.zoo.rows import (
     OptimizerOptions,
     RunLength,
     ScheduleOptions,
+    between,
+    more_than,
 )
 
 

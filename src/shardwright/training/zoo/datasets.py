@@ -13,8 +13,7 @@ from shardwright.data.images import RandomImages
 from shardwright.data.mnist import MNIST
 from shardwright.data.text import CharacterText
 from shardwright.data.transforms import Compose, Normalise, RandomCrop, RandomHorizontalFlip, Transform
-from shardwright.training.zoo.ranges import at_least
-from shardwright.training.zoo.rows import Data, DataOptions
+from shardwright.training.zoo.rows import Data, DataOptions, at_least
 
 # Mean and deviation of the training images, by channel.
 _MNIST_MOMENTS = ((0.1307,), (0.3081,))

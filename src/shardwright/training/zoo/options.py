@@ -11,8 +11,16 @@ from typing import Any, Literal
 from shardwright.compiler.plan.searches import Mode, SearchName
 from shardwright.distributed.gradients import Reduction
 from shardwright.distributed.precision import Precision
-from shardwright.training.zoo.ranges import at_least, between, more_than
-from shardwright.training.zoo.rows import DataOptions, LossOptions, ModelOptions, OptimizerOptions, ScheduleOptions
+from shardwright.training.zoo.rows import (
+    DataOptions,
+    LossOptions,
+    ModelOptions,
+    OptimizerOptions,
+    ScheduleOptions,
+    at_least,
+    between,
+    more_than,
+)
 from shardwright.training.zoo.tables import DATA, LOSSES, MODELS, OPTIMIZERS, SCHEDULES
 
 

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from shardwright.training.zoo.ranges import Range
-from shardwright.training.zoo.rows import ChoiceTable
+from shardwright.training.zoo.rows import ChoiceTable, Range
 
 Problems = list[str]
 

@@ -8,7 +8,7 @@ tables themselves stand in `tables.py`. The options of a choice begin with the k
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
@@ -18,11 +18,37 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from shardwright.data.loading.position import Collate
 from shardwright.errors import UsageError
-from shardwright.training.zoo.ranges import at_least, more_than
 
 Targets = Literal["classes", "numbers"]
 Decay = Literal["all", "matrices"]
 LossFunction = Callable[[nn.Module, Any], Any]
+
+
+@dataclass(frozen=True)
+class Range:
+    """``holds`` for the numbers within, of which ``text`` says what they are ("at least 1")."""
+
+    text: str
+    holds: Callable[[float], bool]
+
+
+def at_least(least: float, default: Any) -> Any:
+    """A field of numbers from ``least`` on, each of them where there are several."""
+    return _field(Range(f"at least {least}", lambda number: number >= least), default)
+
+
+def more_than(bound: float, default: Any) -> Any:
+    """A field of numbers above ``bound``."""
+    return _field(Range(f"more than {bound}", lambda number: number > bound), default)
+
+
+def between(least: float, bound: float, default: Any) -> Any:
+    """A field of numbers from ``least`` to below ``bound``."""
+    return _field(Range(f"from {least} to below {bound}", lambda number: least <= number < bound), default)
+
+
+def _field(range: Range, default: Any) -> Any:
+    return field(default=default, metadata={"range": range})
 
 
 class ChoiceRow(Protocol):

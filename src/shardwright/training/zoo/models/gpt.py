@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardwright.training.zoo.ranges import at_least, between
-from shardwright.training.zoo.rows import Data, ModelOptions
+from shardwright.training.zoo.rows import Data, ModelOptions, at_least, between
 
 Turns = tuple[Tensor, Tensor]  # cosines and sines
 Positions = Literal["learned", "rotary"]

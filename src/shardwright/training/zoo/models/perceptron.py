@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from shardwright.training.zoo.ranges import at_least
-from shardwright.training.zoo.rows import Data, ModelOptions
+from shardwright.training.zoo.rows import Data, ModelOptions, at_least
 
 
 class Perceptron(nn.Module):

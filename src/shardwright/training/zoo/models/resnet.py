@@ -12,8 +12,7 @@ from typing import Literal, get_args
 
 from torch import Tensor, nn
 
-from shardwright.training.zoo.ranges import at_least
-from shardwright.training.zoo.rows import Data, ModelOptions
+from shardwright.training.zoo.rows import Data, ModelOptions, at_least
 
 Stem = Literal["cifar", "imagenet"]
 
