@@ -207,6 +207,10 @@ def strided_view_of_a_view(self, h):
     h[:, 1:].as_strided((3,), (4,), 1).mul_(2.0)
 
 
+def detached_from_a_gradient(self, h):
+    (h @ self.w).detach().copy_(h @ self.w)
+
+
 def detached(self, h):
     h.detach().sub_(self.w[0])
 
@@ -243,6 +247,11 @@ def earlier_view_of_a_parameter(self, h):
             r"x\[rows, columns\] = values",
         ),
         (detached, "a detached tensor is changed in place by one that has a gradient", r"\.clone\(\) behind \.detach"),
+        (
+            detached_from_a_gradient,
+            "a detached tensor is changed in place by one that has a gradient",
+            r"\.clone\(\) behind \.detach",
+        ),
         (view_of_a_parameter, "the parameter w is changed in place", r"after optimizer\.step\(\)"),
         (parameter_by_data, "the parameter w is changed in place", r"after optimizer\.step\(\)"),
         (earlier_view_of_a_parameter, "the parameter w is changed in place", r"after optimizer\.step\(\)"),

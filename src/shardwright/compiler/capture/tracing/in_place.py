@@ -138,7 +138,7 @@ class InPlace:
             if changed:
                 self._refuse_beside(tensor, where)
                 self._refuse_parameter(tensor, where)
-            if changed and not had_gradient and id(torch_private.base_of(tensor)) in self._detached:
+            if changed and not had_gradient and self._was_detached(tensor):
                 self._refuse_gradient(tensor, where)
             if changed and self._loses_gradient(tensor):
                 raise CaptureError(
@@ -149,6 +149,10 @@ class InPlace:
                 self._storages[_storage(tensor)] = tensor.untyped_storage()
             if not tensor.requires_grad and _is_detached(result, tensor):
                 self._detached[id(result)] = result
+
+    def _was_detached(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor looks into another one, with or without a gradient, of which it was detached."""
+        return id(torch_private.base_of(tensor)) in self._detached or _storage(tensor) in self._storages
 
     def _refuse_beside(self, tensor: torch.Tensor, where: str) -> None:
         """Refuse to change what was there before the step, or a view of it, and is no buffer."""
