@@ -27,7 +27,6 @@ from shardwright.compiler.mesh import collectives, dtensor, redistribute, ways
 from shardwright.compiler.mesh.collectives import Cut
 from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.mesh.mesh import Axis, Link, Mesh
-from shardwright.compiler.mesh.processes import _Packed
 from shardwright.compiler.plan.device_memory import device_memory_of
 from shardwright.compiler.plan.make import make_plan
 from shardwright.compiler.plan.pricing import cost, pairs
@@ -41,7 +40,7 @@ from shardwright.compiler.plan.search.problem import CostCache, _largest_inside
 from shardwright.compiler.rules import notation
 from shardwright.compiler.rules.row import named_arguments
 from shardwright.compiler.rules.table import rule_of
-from shardwright.runtime import parts, replicas
+from shardwright.runtime.checks import replicas
 from shardwright.runtime.eager_predict import Prediction
 from shardwright.runtime.updates import optimizer_steps, optimizers
 
@@ -51,11 +50,10 @@ ELSEWHERE = {"runtime/programs/plan_cache.py"}
 # Caches that are dictionaries, by the names of attributes and variables: beside each stands "Cached", too.
 DICTIONARIES = {
     "distributed/backends/segment/collectives.py": ("_view",),
-    "distributed/backends/segment/reducing.py": ("_repeated",),
     "checkpoint/api.py": ("_running",),
     "compiler/mesh/dtensor.py": ("_made",),
     "compiler/mesh/groups.py": ("_made", "_of_worlds"),
-    "compiler/mesh/processes.py": ("_groups", "_backends", "_packed"),
+    "compiler/mesh/processes.py": ("_groups", "_channels", "_sums"),
     "compiler/plan/device_memory.py": ("_last", "_given"),
     "compiler/plan/search/bounds.py": ("_known",),
     "compiler/plan/search/exact.py": ("known",),
@@ -68,7 +66,6 @@ DICTIONARIES = {
     "compiler/plan/mesh_search.py": ("_sizes",),
     "runtime/compiled/compiler.py": ("_chosen",),
     "runtime/graphs/captures.py": ("_known",),
-    "runtime/parts.py": ("_answers",),
     "runtime/programs/resharded.py": ("_known",),
     "runtime/programs/programs.py": ("cuts", "_by_key"),
     "runtime/programs/storage.py": ("_moved", "_leaves"),
@@ -179,7 +176,6 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[tuple[Any, ...], ...]]] = {
     "overlaps": (
         load._overlap, ((Box((0, 0), (4, 8)), Box((2, 0), (4, 8))), (Box((0, 0), (4, 8)), Box((3, 2), (4, 4))))
     ),
-    "numbers of batches": (parts._number, (("a", "b", "a "), (((8, 4),), ((8,), (4,)), ("8", "4"), None))),
     "numbers of places": (replicas._numbers_of_places, ((3, 4), (torch.device("cpu"), torch.device("cpu", 0)))),
     "parameters": (
         signatures._parameters_of, ((torch.ops.aten.add.Tensor, torch.ops.aten.add.out, torch.ops.aten.neg.default),)
@@ -388,19 +384,3 @@ def test_which_outputs_have_rows_is_tried_for_each_batch():
     predict = Prediction(lambda part: part.get("rows", table), torch.device("cpu"))
     found = [predict._tried({what: x}, 4, [x]) for what in ("rows", "table", "rows")]
     assert found == [(True,), (False,), (True,)]
-
-
-@given(st.permutations([torch.float32, torch.float64, torch.int64, torch.bool]), st.integers(1, 3))
-def test_packed_tensors_are_written_anew_also_one_that_comes_twice(dtypes, members):
-    def given_tensors(start: int) -> list[torch.Tensor]:
-        found = [(torch.arange(3) + start).to(dtype) for dtype in dtypes]
-        return [*found, found[0], found[0] if start else found[0].clone()]
-
-    packed, found = _Packed(given_tensors(0), members), []
-    for start in (0, 1, 2):
-        tensors = given_tensors(start)
-        packed.write(tensors)
-        packed.rows.copy_(packed.row.expand_as(packed.rows))
-        found += zip(tensors, packed.sums(), strict=True)
-    for tensor, total in found:  # those of earlier calls have not been written to
-        assert torch.equal(total, torch.stack([tensor] * members).sum(0, dtype=tensor.dtype))

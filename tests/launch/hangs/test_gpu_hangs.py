@@ -43,7 +43,7 @@ def rank():
         if step > pulse._steps:
             pulse.begin_step()
         pulse.at(site(words, 1 + len(words)))
-        with pulse(b"all_reduce"):
+        with pulse.inside(b"all_reduce"):
             pass
     pulse.look()
     return file, device, pulse
@@ -102,8 +102,8 @@ def test_a_gpu_that_waits_for_what_was_begun_before_is_in_that(rank):
     file, device, pulse = rank
     device.done = 6
     pulse.look()
-    with pulse.again(b"all_reduce"):
-        pass
+    pulse.note(b"all_reduce")
+    pulse.note(b"")
     device.done = 7
     pulse.look()
     assert location_of(seen(file)).text == "in all_reduce of step 2 for linear"
@@ -112,7 +112,7 @@ def test_a_gpu_that_waits_for_what_was_begun_before_is_in_that(rank):
 
 def test_a_rank_without_a_gpu_is_where_its_program_is():
     file = PulseFile()
-    with open_pulse.__wrapped__(file.path)(b"all_reduce"):
+    with open_pulse.__wrapped__(file.path).inside(b"all_reduce"):
         assert location_of(seen(file)).text == "in all_reduce"
 
 

@@ -206,9 +206,9 @@ from shardwright.common.pulse import open_pulse, site
 pulse = open_pulse(sys.argv[1])
 pulse.begin_step(41)
 pulse.at(site("the gradients of " + "é" * 200, 5))
-pulse(b"all_reduce")
+pulse.note(b"all_reduce", begins=True)
 os.kill(os.getpid(), signal.SIGSTOP)
-pulse.__exit__()
+pulse.note(b"")
 pulse.begin_step()
 """
 
@@ -233,7 +233,7 @@ def test_a_pulse_that_nobody_gave_or_that_is_gone_is_written_in_vain():
     for path in (None, "/proc/1/fd/99999"):
         pulse = open_pulse(path)
         assert not pulse.watched
-        with pulse(b"barrier"):
+        with pulse.inside(b"barrier"):
             pulse.begin_step()
 
 

@@ -265,3 +265,17 @@ def test_a_write_that_no_graph_makes_right_is_refused(write, said, remedy):
 
     with pytest.raises(CaptureError, match=rf"(?s){said}, at \S*test_found.py:\d+ in {write.__name__}: .*\n.*{remedy}"):
         captured_step(Net(step), Net.__call__, torch.randn(5, 4), {})
+
+
+def test_what_a_recurrent_layer_gives_without_gradients_may_not_be_changed_with_them():
+    def step(self, x):
+        with torch.no_grad():
+            seen, _ = self.gru(x.unsqueeze(0))  # in a graph the transposed result of the layer, a view
+        seen.sub_(x @ self.w)
+        return seen.square().mean()
+
+    model = Net(step)
+    model.gru = torch.nn.GRU(4, 4, batch_first=True)
+    said = r"(?s)a view made under torch.no_grad.*, at \S*test_found.py:\d+ .*Write \.clone"
+    with pytest.raises(CaptureError, match=said):
+        captured_step(model, Net.__call__, torch.randn(3, 4), {})

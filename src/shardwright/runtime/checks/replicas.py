@@ -24,6 +24,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -106,12 +107,14 @@ class Replicas:
         summed: Callable[[], Summed] = dict,
         together: bool = True,
         checks: Checks = "usual",
-        failed: Callable[[Exception], None] = lambda _: None,
+        failed: Callable[[Exception], None] | None = None,
     ) -> None:
         self._model, self._buffers, self._axes = model, frozenset(buffers), frozenset(axes)
         self._lockstep, self._device, self._summed = lockstep, device, summed
         self._compares = together and not alone()
-        self._turns, self._failed = Turns(checks), failed
+        self._turns = Turns(checks)
+        # The method of who has this: a model that nobody holds is to be gone at once, with its process groups.
+        self._failed = WeakMethod(failed) if failed is not None else None
         self._made_before = made_steps()
         self.due = False
         """Whether `before` compares in any case."""
@@ -129,7 +132,8 @@ class Replicas:
         try:
             refusal = self.check()
         except Exception as error:
-            self._failed(error)
+            if self._failed is not None and (failed := self._failed()) is not None:
+                failed(error)
             raise
         if refusal:
             raise UsageError(refusal)

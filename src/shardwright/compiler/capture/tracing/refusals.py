@@ -225,6 +225,13 @@ def explained(error: Exception, failed: str) -> CaptureError:
             f"{reason}\nCall the module where autocast is off, with torch.autocast(..., enabled=False), or leave out "
             ".float(), .to(dtype) and the like of what it returns."
         )
+    if reason.startswith("A view was created in no_grad mode"):
+        return CaptureError(
+            "a view made under torch.no_grad(), or what it looks into, is changed in place where gradients are on"
+            f"{at}\n"
+            "Write .clone() behind what is made under torch.no_grad(): in a graph the results of recurrent layers are "
+            "views, too."
+        )
     hint = "" if isinstance(error, _MISTAKES) else f"\n{_HINT}"
     return CaptureError(f"the model cannot be captured{at}\n{type(error).__name__}: {reason}{hint}")
 
