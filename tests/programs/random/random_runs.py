@@ -76,7 +76,7 @@ def apart(ours: Found, theirs: Found) -> tuple[float, str]:
     for name, tensor in theirs.items():
         if tensor is not None and tensor.numel():
             kind = name.split(" ")[0]
-            largest[kind] = max(largest.get(kind, 1e-6), float(tensor.detach().abs().max()))
+            largest[kind] = max(largest.get(kind, 1e-5), float(tensor.detach().abs().max()))
     worst = 0.0, ""
     for name, tensor in theirs.items():
         mine = ours.get(name)
