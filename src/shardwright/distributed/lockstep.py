@@ -1,4 +1,4 @@
-"""Whether all ranks come to each call of a model alike: with the same batch, and as often as each other.
+"""Checks that all ranks come to each call of a model alike: with the same batch, and as often as each other.
 
 A rank that passes another batch than the others would compute a mixture with them, or wait for ever. Talking at every
 call would cost as much as a small step. So a rank is silent while it comes to what it came to before. Where it comes to
@@ -47,7 +47,7 @@ _all: WeakKeyDictionary[dist.ProcessGroup, list[Lockstep]] = WeakKeyDictionary()
 
 @dataclass(frozen=True)
 class _Card:
-    """What a rank says of itself.
+    """The state that a rank tells of itself.
 
     ``what`` is equal where two fit together. ``words`` continue "rank 1", or tell why it ``failed``.
     """
@@ -59,7 +59,7 @@ class _Card:
 
     @property
     def last(self) -> bool:
-        """Whether the rank comes to nothing more in this call."""
+        """Return whether the rank comes to nothing more in this call."""
         return self.failed or self.what in (_END, _REST)
 
 
@@ -97,7 +97,7 @@ class Lockstep:
 
     @property
     def number(self) -> int:
-        """How many calls this rank has begun."""
+        """Return how many calls this rank has begun."""
         return self._number
 
     def call(self) -> AbstractContextManager[Lockstep]:

@@ -54,7 +54,7 @@ from shardwright.runtime.sizes import SizeExchange
 
 @dataclass(frozen=True)
 class Options:
-    """How to run, as the user said it to `parallelize`."""
+    """The options of `parallelize` for running."""
 
     batch: BatchKind | None
     gradients: Literal["mean", "sum"]

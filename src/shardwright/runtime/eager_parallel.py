@@ -1,4 +1,4 @@
-"""What `parallelize` returns for a model that cannot be captured: torch's DistributedDataParallel underneath."""
+"""A model that cannot be captured, run by torch's DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -267,7 +267,7 @@ def _plain(batch: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Trial:
-    """What trying the loss function on the sample batch showed: what does not fit, and what the loss depends on.
+    """The findings of trying the loss function on the sample batch: what does not fit, and what the loss depends on.
 
     ``samples`` is 0 where this rank's part is empty, so that only the other ranks' trials tell anything. ``changing``
     names the buffers that it changes, but for those of batch normalisation, and ``left`` the places in Python.

@@ -24,7 +24,7 @@ from shardwright.errors import UsageError
 
 @dataclass(frozen=True)
 class _Part:
-    """What one rank's outputs are, without the values of tensors. ``rows``: which tensors have one for each sample.
+    """The form of one rank's outputs. ``rows``: which tensors have one for each sample.
 
     ``outputs`` is None for an empty part, ``rows`` where there was no sample to leave out.
     """

@@ -1,4 +1,4 @@
-"""What `sw.parallelize` returns, as far as scripts use it like the module that they gave: tensors, modes and state."""
+"""The part of a parallel model that scripts use like the module that they gave: tensors, modes and state."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class LikeModule(ABC):
 
     @property
     def training(self) -> bool:
-        """Whether the model is in training mode."""
+        """Return whether the model is in training mode."""
         return self.module.training
 
     def train(self, mode: bool = True) -> Self:

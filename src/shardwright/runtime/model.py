@@ -1,4 +1,4 @@
-"""What `sw.parallelize` returns, whichever way the model runs: nothing that trains or saves asks which way.
+"""The base of what `sw.parallelize` returns: nothing that trains or saves asks which way a model runs.
 
 `run.captured.Parallel` runs the programs of a plan, `run.eager_parallel.EagerParallel` torch's DistributedDataParallel.
 """
@@ -65,7 +65,7 @@ class ParallelModel(LikeModule):
         """The loss of the global batch, or ``(loss, aux)``; in training mode it is one more step."""
 
     def predict(self, batch: Any, *, gather: bool = True) -> Any:
-        """What ``predict_fn`` returns, or the loss function beside the loss, in evaluation mode and without gradients.
+        """Return what ``predict_fn`` returns, or the loss function beside the loss, in evaluation mode, no gradients.
 
         Whole on every rank; with ``gather=False`` the rows of the batch that this rank was given.
         """
@@ -99,21 +99,21 @@ class ParallelModel(LikeModule):
 
     @abstractmethod
     def samples(self, batch: Any) -> int:
-        """How many samples the global batch has, of which ``batch`` is this rank's part; all ranks call it together."""
+        """Return how many samples the global batch has, of which ``batch`` is this rank's part; a collective call."""
 
     def evaluate(self, batch: Any) -> Evaluation:
         """The loss and the metrics of the global batch; all ranks call it together."""
         return self.sums(batch).means()
 
     def sums(self, batch: Any) -> Sums:
-        """What `evaluate` gives the means of, left on the device: many batches are then waited for once."""
+        """Return what `evaluate` gives the means of, left on the device: many batches are then waited for once."""
         with torch.set_grad_enabled(self.module.training and torch.is_grad_enabled()):
             result, samples = self._counted(batch)
         loss, aux = result if isinstance(result, tuple) else (result, None)
         return Sums(loss.detach().double() * samples, self._metrics(aux, batch, samples), samples)
 
     def _counted(self, batch: Any) -> tuple[Any, int]:
-        """What a call gives for a batch, and how many samples the global batch has."""
+        """Return what a call gives for a batch, and how many samples the global batch has."""
         return self(batch), self.samples(batch)
 
     def _metrics(self, aux: Any, batch: Any, samples: int) -> Mapping[str, Tensor | float]:
@@ -184,7 +184,7 @@ class ParallelModel(LikeModule):
 
     @abstractmethod
     def random_state(self) -> dict[str, int] | None:
-        """What the random numbers of the next training step depend on, beside positions: the same on every rank.
+        """Return what the random numbers of the next training step depend on, beside positions: the same on every rank.
 
         None where they are those of torch's generators, which differ between ranks.
         """

@@ -41,12 +41,12 @@ class Call:
 
     @property
     def calls_aten(self) -> bool:
-        """Whether the function is an operator of torch's own."""
+        """Return whether the function is an operator of torch's own."""
         return self.function.startswith("torch.ops.aten.")
 
     @property
     def draws(self) -> bool:
-        """Whether it draws random numbers, by the key of an operator in the present step."""
+        """Return whether it draws random numbers, by the key of an operator in the present step."""
         return any(isinstance(arg, Call) and arg.function == "key" for arg in self.args)
 
     def names(self) -> set[str]:

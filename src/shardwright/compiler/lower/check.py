@@ -1,4 +1,4 @@
-"""What every local program must fulfil, checked after each pass."""
+"""Checks each local program after each pass."""
 
 from __future__ import annotations
 

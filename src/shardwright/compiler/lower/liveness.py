@@ -24,7 +24,7 @@ _PASSING: Column[bool] = column(("add", True))
 
 @dataclass(frozen=True)
 class Peak:
-    """How many bytes are alive at most, and where: the operator, or the value on its way, and the direction."""
+    """The peak of bytes alive, and where it is: the operator, or the value that is redistributed, and the direction."""
 
     bytes: int
     at: str
@@ -78,7 +78,7 @@ class _Lives:
     # Memory
 
     def _make(self, instruction: Instruction) -> None:
-        """Where the results of an instruction lie."""
+        """Return where the results of an instruction lie."""
         for index, name in enumerate(instruction.outputs):
             read = instruction.reads[index if instruction.passes_on else 0] if instruction.reads else ""
             if instruction.passes_on or self._in_place(instruction):
@@ -122,7 +122,7 @@ class _Lives:
                 self._alive -= self._sizes[memory]
 
     def _keep(self, at: int, instruction: Instruction) -> None:
-        """What an operator keeps for its backward."""
+        """Return what an operator keeps for its backward."""
         node = instruction.node
         if node is None:
             return
@@ -137,7 +137,7 @@ class _Lives:
             self._hold_all(self._keeps[at])
 
     def _keep_given(self, at: int, instruction: Instruction) -> None:
-        """What a block is given is kept from where it begins, in place of what lies inside."""
+        """Keep what a block is given from where it begins, in place of what lies inside."""
         instructions = self._program.instructions
         if instruction.block and (at == 0 or instructions[at - 1].block != instruction.block):
             given = self._program.blocks[instruction.block].given
@@ -146,7 +146,7 @@ class _Lives:
             self._hold_all(self._given[at])
 
     def _make_again(self, at: int) -> None:
-        """Where the backward comes to the end of a block, all is there again that its operators keep."""
+        """Hold all that a block's operators keep from where the backward comes to its end, which computes it again."""
         instructions = self._program.instructions
         block = instructions[at].block
         if block and (at + 1 == len(instructions) or instructions[at + 1].block != block):
@@ -215,7 +215,7 @@ class _Lives:
 
 
 def _buffers(instruction: Instruction, program: LocalProgram, *, backward: bool = False) -> int:
-    """What the collectives of an instruction take beside what they start from and result in."""
+    """Return what the collectives of an instruction take beside what they start from and result in."""
     wanted = "backward" if backward else "forward"
     moving = (c for _, way, c in instruction.collectives(program.mesh) if way == wanted and c.kind != "all_reduce")
     if instruction.kind == "joined":

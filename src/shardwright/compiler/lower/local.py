@@ -1,4 +1,4 @@
-"""How each operator runs on local parts.
+"""The local form of each operator, which works on this rank's parts.
 
 Most run as they are. The rows below are those that need a change: shape arguments, which follow from the layout of
 the result; a bias, which joins a split sum once; rows that are looked up elsewhere. What draws
@@ -124,7 +124,7 @@ def _embedding(site: Site) -> Call:
 
 
 def _merged_counts(site: Site, axes: tuple[str, ...]) -> list[int]:
-    """How many values per channel each rank along ``axes`` has."""
+    """Return how many values per channel each rank along ``axes`` has."""
     layout, shape = site.operand_layout(0), site.operand_shape(0)
     parts = [layout.local_shape(shape, site.mesh, member) for member in site.mesh.group(site.rank, axes)]
     return [local[0] * math.prod(local[2:]) for local in parts]
@@ -212,7 +212,7 @@ def _nothing_but_bias(site: Site, bias: int, shape: list[int], dtype: torch.dtyp
 
 
 def _has_empty_operand(site: Site) -> bool:
-    """Whether this rank's part of an operand is empty, and the whole is not."""
+    """Return whether this rank's part of an operand is empty, and the whole is not."""
     return any(
         0 in site.local_operand_shape(index) and 0 not in site.operand_shape(index)
         for index in range(len(site.node.operands))
@@ -220,8 +220,7 @@ def _has_empty_operand(site: Site) -> bool:
 
 
 def _is_summed_dense(site: Site) -> bool:
-    """Whether the gradient of a table is to be dense that an operator would make sparse: ranks sum and cut gradients as
-    dense tensors, which are the same numbers. Where each has the whole table and the whole batch, it stays sparse."""
+    """Return whether a sparse gradient of a table is to be dense, since ranks sum and cut gradients densely."""
     if not (is_of_torch(site.node.op) and site.arguments.get("sparse")):
         return False
     return site.splits_parameters or bool(site.strategy.used)

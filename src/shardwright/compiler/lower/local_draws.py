@@ -1,4 +1,4 @@
-"""How each random operator runs on local parts: every one is told the key of its numbers and where its part starts."""
+"""The local form of random operators, which are given the key of their numbers and where their part starts."""
 
 from __future__ import annotations
 

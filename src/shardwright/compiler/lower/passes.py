@@ -62,7 +62,7 @@ def join_buckets(
 
 
 def _trained_before(first: Instruction, program: LocalProgram) -> bool:
-    """Whether something of which the backward makes gradients comes before an instruction."""
+    """Return whether something of which the backward makes gradients comes before an instruction."""
     before = program.instructions[: program.instructions.index(first)]
     return any(name in program.parameters for instruction in before for name in instruction.reads)
 

@@ -51,22 +51,22 @@ class Instruction:
 
     @property
     def reshards(self) -> bool:
-        """Whether the outputs are resharded after the forward: of several steps the last one gathers anew by all."""
+        """Return whether the outputs are resharded after the forward; the last of several steps gathers them anew."""
         return self.call.function in ("resharded", "resharded.together")
 
     @property
     def enters(self) -> bool:
-        """Whether a replicated value enters split work: the identity forward, an all-reduce backward."""
+        """Return whether a replicated value enters split work: the identity forward, an all-reduce backward."""
         return self.kind == "redistribution" and self.moves[0][1].kind == "enter"
 
     @property
     def communicates(self) -> bool:
-        """Whether it may communicate, forward or backward; all ranks have it at the same place of their programs."""
+        """Return whether it may communicate, forward or backward, at the same place of all ranks' programs."""
         return self.kind not in ("operator", "stretch") or self.internal != ((), ())
 
     @property
     def passes_on(self) -> bool:
-        """Whether the outputs are what is read, one by one."""
+        """Return whether the outputs are what is read, one by one."""
         return self.kind in ("bucket", "later")
 
     @property
@@ -86,7 +86,7 @@ class Instruction:
         return dataclasses.replace(self, reads=tuple(map(changed, self.reads)), call=self.call.renamed(changed))
 
     def collectives(self, mesh: Mesh) -> list[tuple[str, str, Collective]]:
-        """What this instruction communicates, as (cause, direction, collective); a bucket's members singly."""
+        """Return what this instruction communicates, as (cause, direction, collective); a bucket's members singly."""
         found = []
         for value, step in self.moves:
             forward, backward = step.collectives(value.shape, value.dtype.itemsize, mesh)
@@ -161,7 +161,7 @@ class LocalProgram:
 
     @cached_property
     def blocks(self) -> dict[str, ProgramBlock]:
-        """What the backward runs again, by the path of the module."""
+        """Return what the backward runs again, by the path of the module."""
         of: dict[str, list[Instruction]] = {}
         for instruction in self.instructions:
             if instruction.block:
@@ -174,7 +174,7 @@ class LocalProgram:
 
     @cached_property
     def draws(self) -> bool:
-        """Whether the program draws random numbers: another run of it is then to draw others."""
+        """Return whether the program draws random numbers: another run of it is then to draw others."""
         return any(instruction.call.draws for instruction in self.instructions)
 
     @cached_property

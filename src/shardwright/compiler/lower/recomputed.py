@@ -86,7 +86,7 @@ class _Run:
         return before_backward(self._make_again, outputs)
 
     def keep(self, tensor: Tensor) -> _Place:
-        """Where a tensor is to be found again."""
+        """Return where a tensor is to be found again."""
         self._kept.append((tensor.shape, tensor.dtype))
         return _Place(self, len(self._kept) - 1)
 

@@ -1,4 +1,4 @@
-"""What a localiser gets and gives: one operator of the graph on one rank, and the call that it becomes there."""
+"""The site of an operator: one operator of the graph on one rank, for which a localiser returns the local call."""
 
 from __future__ import annotations
 
@@ -73,16 +73,16 @@ class Site:
         return [part.stop - part.start for part in self.result_slice(index)]
 
     def result_offsets(self, index: int = 0) -> list[int]:
-        """Where the part of a result that this rank makes starts."""
+        """Return where the part of a result that this rank makes starts."""
         return [part.start for part in self.result_slice(index)]
 
     def is_first(self, axes: Iterable[str]) -> bool:
-        """Whether this rank stands at coordinate 0 of all these axes."""
+        """Return whether this rank stands at coordinate 0 of all these axes."""
         at = self.mesh.coordinates(self.rank)
         return all(at[axis] == 0 for axis in axes)
 
     def adds_bias(self) -> bool:
-        """Whether a bias joins here: on the first of the ranks that the result is a sum over."""
+        """Return whether a bias joins here: on the first of the ranks that the result is a sum over."""
         return self.is_first(self.result_layout().partial)
 
     @cached_property
@@ -96,7 +96,7 @@ class Site:
         return self.node.op.split(".")[1]
 
     def same(self, **changed: Any) -> Call:
-        """The same operator, with some arguments changed."""
+        """Return the call of the operator with some arguments changed."""
         if is_function(self.node.op):
             return Call("ops.apply_function", (self.node.op, *self.node.args), self.node.kwargs)
         function = f"ops.{self.name}" if is_ours(self.node.op) else f"torch.ops.{self.node.op}"

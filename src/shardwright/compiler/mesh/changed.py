@@ -109,7 +109,7 @@ def _wholes(given: Any) -> Any:
 
 @dataclass(eq=False)
 class _Copy:
-    """What was given of a tensor in place of a view of it, with this rank's part as it was then.
+    """A copy that was given in place of a view of a split tensor, with this rank's part as it was then.
 
     How often either was written to torch counts for both together, so that the numbers alone tell which it was. They
     are kept until nobody else looks into the memory, and let go then, where neither was written to.
@@ -125,17 +125,17 @@ class _Copy:
 
     @property
     def memory(self) -> int:
-        """What a tensor that looks into it has for its own."""
+        """Return the key of the storage that a tensor that looks into it has, too."""
         return torch_private.storage_key(self.parts[0]) if self.parts else 0
 
     @property
     def is_done(self) -> bool:
-        """Whether nobody can write to it any more."""
+        """Return whether nobody can write to it any more."""
         return not self.parts or torch_private.holders_of_memory(self.parts[0]) - 1 == len(self.parts)
 
     @property
     def is_lost(self) -> bool:
-        """Whether it was written to, in place of a tensor that is still there."""
+        """Return whether it was written to, in place of a tensor that is still there."""
         return not self.whole.is_free and any(map(_differs, self.before, self.parts))
 
     def begin(self) -> None:
@@ -154,7 +154,7 @@ class _Copy:
 
 
 class _Copies:
-    """What this process was given in place of views of split tensors, and may still write to."""
+    """The copies that this process was given in place of views of split tensors, and may still write to."""
 
     def __init__(self) -> None:
         self._noted: list[_Copy] = []

@@ -29,7 +29,7 @@ Axes = tuple[str, ...]
 
 
 class Communicator(Protocol):
-    """What a rank talks to the others through.
+    """The collectives of one rank with the others of its mesh.
 
     A collective is among the ranks that differ on ``axes`` only. Rows and lists hold one tensor for each of them, in
     rank order, all of one shape; tensors are contiguous. `compiler.mesh.processes` makes those of real ranks.
@@ -63,7 +63,7 @@ class Communicator(Protocol):
         """The sum over the members of the row that each of them has for this rank."""
 
     def all_to_all(self, tensors: list[Tensor], axes: Axes) -> list[Tensor]:
-        """What every member has for this rank."""
+        """Return what every member has for this rank."""
 
 
 class Cut(NamedTuple):
@@ -122,7 +122,7 @@ def padded(x: Tensor, dim: int, rows: int) -> Tensor:
 
 
 def cut_up(x: Tensor, dim: int, parts: Parts) -> Tensor:
-    """What each member is to have of ``x``, padded, as the rows of a contiguous tensor: ``x`` itself, if need be."""
+    """Return the padded part of ``x`` of each member, as the rows of a contiguous tensor; ``x`` itself, if it fits."""
     if parts.even:
         apart = x.reshape(*x.shape[:dim], len(parts.ranges), parts.widest, *x.shape[dim + 1 :])
         return apart.movedim(dim, 0).contiguous()
@@ -130,7 +130,7 @@ def cut_up(x: Tensor, dim: int, parts: Parts) -> Tensor:
 
 
 def put_together(everyone: Tensor, dim: int, parts: Parts) -> Tensor:
-    """What `_joined` makes of the rows of a tensor; even parts of dim 0 lie there as they shall.
+    """Return what `_joined` makes of the rows of a tensor; even parts of dim 0 lie there as they shall.
 
     Autograd is not to take it for a view, which a program could not write to.
     """

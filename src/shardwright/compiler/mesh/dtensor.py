@@ -79,7 +79,7 @@ def from_placements(placements: Sequence[Placement], ndim: int, mesh: Mesh) -> L
 
 
 def layout_of(tensor: DTensor) -> tuple[Layout, Mesh]:
-    """How a DTensor is laid out, and on which mesh; axes without a name are called axis0, axis1, ...
+    """Return how a DTensor is laid out, and on which mesh; axes without a name are called axis0, axis1, ...
 
     Raises:
         PlanError: as `from_placements` does.
@@ -129,13 +129,13 @@ def device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
 
 
 def is_on_mesh_of_model(tensor: DTensor) -> bool:
-    """Whether a DTensor lies on a mesh that `device_mesh` made, or on one that torch takes for the same."""
+    """Return whether a DTensor lies on a mesh that `device_mesh` made, or on one that torch takes for the same."""
     world = dist.group.WORLD
     return world is not None and tensor.device_mesh in _made.get(world, {}).values()
 
 
 def is_of_another_rank(tensor: DTensor) -> bool:
-    """Whether a DTensor has the part of another rank, as in a file that this one has not written.
+    """Return whether a DTensor has the part of another rank, as in a file that this one has not written.
 
     A file of another rank with the same place on the axes that split the tensor has what this rank holds.
     """
@@ -152,7 +152,7 @@ def is_of_another_rank(tensor: DTensor) -> bool:
 
 
 def on_own_mesh(tensor: DTensor) -> DTensor:
-    """The same on the equal mesh of this process, if there is one: that of a file has the groups of who saved it."""
+    """Return the tensor on the equal mesh of this process, if there is one: a file's has groups of who saved it."""
     world = dist.group.WORLD
     made = _made.get(world, {}).values() if world is not None else ()
     own = next((each for each in made if each == tensor.device_mesh), tensor.device_mesh)
@@ -160,7 +160,7 @@ def on_own_mesh(tensor: DTensor) -> DTensor:
 
 
 def on_mesh(tensor: DTensor, devices: DeviceMesh) -> DTensor:
-    """The same, without autograd, on ``devices``, which is equal to the mesh that it has."""
+    """Return the tensor on ``devices``, an equal mesh, without autograd."""
     with torch.no_grad():
         part = tensor.to_local()
     return DTensor.from_local(part, devices, tensor.placements, shape=tensor.shape, stride=tensor.stride())
@@ -185,7 +185,7 @@ def gathered(tensor: Tensor) -> Tensor:
 
 
 def part_like(value: Tensor, own: DTensor) -> Tensor:
-    """What this rank holds of ``value``, a DTensor or whole, where it is laid out as ``own``, which has its shape.
+    """Return this rank's part of ``value``, a DTensor or whole, laid out as ``own``, which has its shape.
 
     It is the memory of ``value`` where that is laid out so. All ranks call it together.
     """

@@ -1,4 +1,4 @@
-"""What each rank holds of a tensor.
+"""Layouts: the placements of a tensor, which say what each rank holds of it.
 
 A layout says for every dim over which axes it is cut, the major axis first, and over which axes the value is
 *partial*: there the true value is the sum over the ranks along the axis. Over every axis that a layout does not
@@ -30,7 +30,7 @@ def chunk(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Split:
-    """How one dim is cut: ``axes``, the major one first, between multiples of ``unit`` rows."""
+    """The cut of one dim: by ``axes``, the major one first, between multiples of ``unit`` rows."""
 
     axes: tuple[str, ...] = ()
     unit: int = 1
@@ -82,7 +82,7 @@ class Layout:
 
     @property
     def has_units(self) -> bool:
-        """Whether some dim is cut between multiples of a unit above 1."""
+        """Return whether some dim is cut between multiples of a unit above 1."""
         return any(dim.unit > 1 for dim in self.dims)
 
     @property
@@ -90,7 +90,7 @@ class Layout:
         return not self.partial and not any(self.dims)
 
     def whole(self) -> Layout:
-        """The same dims, nothing partial."""
+        """Return the layout with the same dims and nothing partial."""
         return Layout(self.dims)
 
     def local_slice(self, shape: Sequence[int], mesh: Mesh, rank: int) -> tuple[slice, ...]:
@@ -103,7 +103,7 @@ class Layout:
         return tuple(part.stop - part.start for part in self.local_slice(shape, mesh, rank))
 
     def slices(self, mesh: Mesh) -> tuple[int, ...]:
-        """How many parts each dim is cut into: the strategy of this tensor, as users write it."""
+        """Return how many parts each dim is cut into: the strategy of this tensor, as users write it."""
         return tuple(mesh.extent(dim.axes) for dim in self.dims)
 
     def normalised(self, shape: Sequence[int], mesh: Mesh) -> Layout:

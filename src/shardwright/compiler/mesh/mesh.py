@@ -80,7 +80,7 @@ class Mesh:
 
     @property
     def is_unnamed(self) -> bool:
-        """Whether the user named none of the axes: they are all devices, or parts of these."""
+        """Return whether the user named none of the axes: they are all devices, or parts of these."""
         return all(name == UNNAMED or name.startswith(f"{UNNAMED}.") for name in self.names)
 
     @cached_property
@@ -143,7 +143,7 @@ class Mesh:
         return [tuple(members) for members in found.values()]
 
     def ordered(self, axes: Iterable[str]) -> tuple[str, ...]:
-        """The same axes in mesh order."""
+        """Return the axes in mesh order."""
         chosen = set(axes)
         return tuple([name for name in self.sizes if name in chosen])
 

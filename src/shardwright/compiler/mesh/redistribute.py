@@ -60,7 +60,7 @@ class Collective:
     bytes: int
 
     def sent_bytes(self, mesh: Mesh) -> float:
-        """What each device sends when the collective runs around a ring."""
+        """Return what each device sends when the collective runs around a ring."""
         parts = mesh.extent(self.axes)
         return self.bytes * (parts - 1) / parts * (2 if self.kind == "all_reduce" else 1)
 
@@ -82,7 +82,7 @@ class Step:
     to_dim: int | None = None
 
     def collectives(self, shape: Shape, itemsize: int, mesh: Mesh) -> tuple[Collective | None, Collective | None]:
-        """What the step and its adjoint communicate, for a tensor of global ``shape`` and ``itemsize`` bytes each."""
+        """Return what a step and its adjoint communicate of a tensor of this global shape and bytes per entry."""
         parts = mesh.extent(self.axes)
         if parts == 1:
             return None, None
@@ -143,22 +143,22 @@ def _longest(size: int, split: Split, mesh: Mesh) -> int:
 
 
 def possible(src: Layout, dst: Layout) -> bool:
-    """Whether ``src`` can be turned into ``dst``: only a value that is partial already can be partial afterwards."""
+    """Return whether ``src`` can be turned into ``dst``: only a partial value can be partial afterwards."""
     return set(dst.partial) <= set(src.partial)
 
 
 def copies(steps: Sequence[Step]) -> bool:
-    """Whether a tensor that takes these steps comes to lie in memory of its own."""
+    """Return whether a tensor that takes these steps comes to lie in memory of its own."""
     return any(step.kind != "enter" for step in steps)
 
 
 def enters(steps: Sequence[Step]) -> bool:
-    """Whether a value stays as it is and its gradient is summed."""
+    """Return whether a value stays as it is and its gradient is summed."""
     return [step.kind for step in steps] == ["enter"]
 
 
 def moves_alone(steps: Sequence[Step]) -> bool:
-    """Whether these steps sum nothing, so that to do them twice gives the same to the last bit."""
+    """Return whether these steps sum nothing, so that to do them twice gives the same to the last bit."""
     return all(step.kind in ("all_gather", "all_to_all", "slice", "enter") for step in steps)
 
 

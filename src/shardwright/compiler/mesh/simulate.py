@@ -41,7 +41,7 @@ class _Call:
 
     @property
     def signature(self) -> tuple[object, ...]:
-        """What the members of the group have to agree about."""
+        """Return what the members of the group have to agree about."""
         return self.kind, *((tensor.dtype, tensor.shape) for tensor in self.tensors)
 
     def __str__(self) -> str:

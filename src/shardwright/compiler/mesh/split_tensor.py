@@ -67,7 +67,7 @@ class SplitTensor(DTensor):
 
     @property
     def data(self) -> Any:
-        """The same numbers without autograd."""
+        """Return the numbers without autograd."""
         note_data_taken(self)
         return _DATA.__get__(self)
 

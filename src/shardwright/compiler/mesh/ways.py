@@ -1,4 +1,4 @@
-"""What moves between two layouts whose parts are all even, whatever the value's shape and the names of the axes.
+"""Redistributions between layouts whose parts are all even, for any shape of the value and any names of axes.
 
 Where all parts are even, the steps of a redistribution follow from the dims that change alone. They do not depend on
 the sizes of the axes, but for where partial sums are added up: where the tensor is smallest. The bytes of every
@@ -48,7 +48,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Way:
-    """What a change communicates.
+    """The collectives of a change of layout.
 
     ``copies`` says whether the value then lies in memory of its own, ``alone`` whether nothing is summed, ``enters``
     whether nothing happens but that the gradient is summed.
@@ -63,7 +63,7 @@ class Way:
 
 @lru_cache(maxsize=1 << 18)
 def way_of(change: Change, sizes: tuple[int, ...]) -> Way:
-    """What a change communicates on axes of these sizes, as the steps of `redistribute` do; sizes are above 1.
+    """Return what a change communicates on axes of these sizes, as the steps of `redistribute` do; sizes are above 1.
 
     Cached by both, frozen values of whole numbers, of which it is a function.
     """

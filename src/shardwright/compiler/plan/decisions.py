@@ -214,7 +214,7 @@ class Decisions:
         return {node.name: node for node in self.capture.nodes}
 
     def computing_again(self, names: Set[str], again: frozenset[str] | None = None) -> Self:
-        """The same with other modules computed again, and with other values gathered ``again`` where these are given.
+        """Return the decisions with other modules recomputed, and other values gathered ``again`` if these are given.
 
         What does not depend on them is not worked out anew.
         """
@@ -224,7 +224,7 @@ class Decisions:
         return found
 
     def costing(self, cost: float | None, bound: float | None) -> Self:
-        """The same decisions at another cost; nothing is worked out anew."""
+        """Return the decisions at another cost; nothing is computed anew."""
         found = replace(self, cost=cost, bound=bound)
         found.__dict__.update({name: of for name, of in self.__dict__.items() if name not in found.__dict__})
         return found

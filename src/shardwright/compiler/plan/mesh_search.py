@@ -122,7 +122,7 @@ class MeshSearch:
         return found
 
     def settle(self, choice: Choice) -> Choice:
-        """The same with the blocks that the request names computed again, and with all that the backward does again."""
+        """Return the plan with the named blocks recomputed, and with all that the backward does again."""
         choice = replace(choice, recomputed=choice.recomputed | self.space.demanded)
         if choice.cost is None or not (choice.recomputed or choice.again):
             return choice
@@ -144,7 +144,7 @@ class MeshSearch:
         return plan.computing_again({block.name for block in self.space.blocks})
 
     def within(self, choice: Choice) -> Choice | None:
-        """The same where it fits, with as few more blocks computed again as that takes; None where it never does."""
+        """Return the plan where it fits, with as few more blocks recomputed as that takes; None where it never does."""
         limit = self.request.memory
         if limit is not None and self._of_leaves(choice) > limit:
             return None
@@ -166,7 +166,7 @@ class MeshSearch:
         return total
 
     def fewest(self, choice: Choice, limit: int) -> Choice | None:
-        """The same with the fewest blocks computed again with which it holds no more; None where it always does.
+        """Return the plan with the fewest recomputed blocks with which it holds no more; None where it always does.
 
         Those that save most come first.
         """

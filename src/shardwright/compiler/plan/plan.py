@@ -161,7 +161,7 @@ class Plan(Decisions):
         return difference(self, other)
 
     def for_capture(self, capture: Capture) -> Plan:
-        """The same decisions for the same graph with other sizes or dtypes, such as a last batch that is smaller.
+        """Return the decisions for the graph with other sizes or dtypes, such as a last batch that is smaller.
 
         Raises:
             PlanError: where the graph has other operators, or a strategy of this plan is impossible at those sizes.

@@ -58,7 +58,7 @@ class Operator:
 
     @property
     def keeps_sums(self) -> bool:
-        """Whether a conversion to the argument ``dtype`` leaves partial sums what they are: integers truncate them."""
+        """Return whether a conversion to the argument ``dtype`` keeps partial sums: integers truncate them."""
         dtype = self.arguments.get("dtype")
         return dtype is None or bool(dtype.is_floating_point or dtype.is_complex)
 
@@ -166,7 +166,7 @@ class Saved:
     factors: tuple[int, ...] = ()
 
     def within(self, operator: Operator) -> Saved:
-        """The same of one operator, every position written out; an operand that it may lack is left out."""
+        """Return the pattern of one operator with every position written out; operands that it lacks are left out."""
 
         def chosen(positions: tuple[int, ...] | None, count: int) -> tuple[int, ...]:
             return tuple(range(count)) if positions is None else tuple(i for i in positions if i < count)
@@ -176,7 +176,7 @@ class Saved:
         return Saved(*kept, self.internal, chosen(self.factors, operands))
 
     def where(self, gradients: Sequence[bool]) -> Saved:
-        """The same where only some of the operands have a gradient."""
+        """Return the pattern where only some of the operands have a gradient."""
         kept = self.operands or ()
         needed = {i for i in self.factors if any(gradients[j] for j in kept if j != i)}
         return replace(self, operands=tuple(i for i in kept if i in needed or i not in self.factors))

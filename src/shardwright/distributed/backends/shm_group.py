@@ -60,7 +60,7 @@ class Members:
         return self.library, Group.of(self.memory, addresses, self.crowded)
 
     def collectives(self, native: tuple[Native, Group] | None, *, rows: bool = False) -> Collectives:
-        """What these ranks do together; with ``rows`` those that have native code gather and scatter by it."""
+        """Return what these ranks do together; with ``rows`` those that have native code gather and scatter by it."""
         rendezvous = BySemaphores(self.memory) if native is None else ByNative(*native)
         if self.direct:
             pids = [process.pid for process in self.processes]
@@ -88,7 +88,7 @@ class LaneGroup(CpuGroup):
             self.close()
 
     def close(self) -> None:
-        """What `shutdown` does once."""
+        """Close the lane; `shutdown` calls this once."""
         self.lane.close()
 
     def begin(self, what: str, outputs: Sequence[Tensor], task: Task, asynchronous: bool) -> ShmWork:
@@ -174,7 +174,7 @@ class ShmGroup(LaneGroup):
             lane.driving.release()
 
     def _allreduce(self, tensor: Tensor, opts: Any, waited: bool) -> dist.Work:
-        """The same of one tensor, as any collective; such a sum is known from then on, if it is ``waited`` for."""
+        """Reduce one tensor, as any collective; such a sum is known from then on, if it is ``waited`` for."""
         self.lane.check_process()
         self.check_memory("all_reduce", tensor)
         if waited:

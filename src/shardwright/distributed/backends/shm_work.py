@@ -1,4 +1,4 @@
-"""When the collectives of a group in shared memory run, and what becomes of one that cannot end.
+"""The order in which the collectives of a group in shared memory run, and the end of one that cannot end.
 
 They run one after the other, in the order in which they were asked for, on the thread of whoever waits first. One that
 nobody waits for yet is begun at once, so that others need not wait for this rank; one to which it has to come more than
@@ -36,10 +36,10 @@ class Course(Protocol):
 
     @property
     def one_stage(self) -> bool:
-        """Whether the others can end it, once this rank has come to it."""
+        """Return whether the others can end it, once this rank has come to it."""
 
     def advance(self, timeout_s: float) -> bool:
-        """Whether it has ended; it goes on for at most so long where others do not come."""
+        """Return whether it has ended; it goes on for at most so long where others do not come."""
 
 
 class ByStep:
@@ -87,7 +87,7 @@ class ShmWork(CollectiveWork):
         return self._done or self._lane.finish(self, 0.0)
 
     def tell(self, future: torch.futures.Future[list[Tensor]]) -> None:
-        """When nobody drives: what is called back may call collectives."""
+        """Hand over the result when nobody drives: what is called back may call collectives."""
         self._lane.told.append((self, future))
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
@@ -121,7 +121,7 @@ class Lane:
 
     @property
     def forked(self) -> bool:
-        """Whether this process is a child of that of the rank, which goes on in the memory that both have."""
+        """Return whether this process is a child of that of the rank, which goes on in the memory that both have."""
         return os.getpid() != self.pid
 
     def check_process(self) -> None:
@@ -145,7 +145,7 @@ class Lane:
         return work
 
     def finish(self, work: ShmWork, timeout_s: float | None) -> bool:
-        """Whether it has ended, with all that was asked for before it; within the time, if there is one."""
+        """Return whether it has ended, with all that was asked for before it; within the time, if there is one."""
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
         if self.driving.acquire(timeout=-1 if timeout_s is None else timeout_s):
             try:
@@ -169,7 +169,7 @@ class Lane:
             self.asked.popleft()
 
     def _advance(self, work: ShmWork, end_s: float | None) -> bool:
-        """Whether it has ended; an error of its own ends it, too, and is kept for who waits for it."""
+        """Return whether it has ended; an error of its own ends it, too, and is kept for who waits for it."""
         work.since_s = work.since_s or time.monotonic()
         try:
             if self.failed is not None:
@@ -198,7 +198,7 @@ class Lane:
         return self.collectives.names[self.collectives.rank]
 
     def _refused(self, error: WorldError) -> WorldError:
-        """What to raise where a collective has raised this; all ranks have, and the next collectives may go well."""
+        """Return the error to raise for this one of a collective; all ranks have it, and later ones may succeed."""
         return error
 
     def _look(self, work: ShmWork) -> None:
@@ -214,16 +214,16 @@ class Lane:
             raise error
 
     def limit_s(self) -> float:
-        """How long this rank waits for others of its host."""
+        """Return how long this rank waits for others of its host."""
         return self.timeout_s
 
     def _missing(self) -> list[int]:
-        """Who has not come to the stage of this rank."""
+        """Return who has not come to the stage of this rank."""
         memory, stage = self.collectives.memory, self.collectives.rendezvous.stage
         return [rank for rank in range(memory.size) if (memory.stage(rank) - stage) % (1 << 32) >= 1 << 31]
 
     def _gone(self, rank: int, work: ShmWork) -> str:
-        """Why a rank will not come; "" where it may."""
+        """Return why a rank will not come; "" where it may."""
         name, reason = self.collectives.names[rank], self.collectives.memory.reason(rank)
         if reason:
             return reason

@@ -28,7 +28,7 @@ _ODD = (0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64)
 
 @dataclass(frozen=True)
 class Place:
-    """Where a module has a buffer, or None."""
+    """The place where a module has a buffer, or None."""
 
     name: str
     buffers: dict[str, Any]
@@ -41,7 +41,7 @@ class Place:
 
 
 def places_of(model: nn.Module) -> list[Place]:
-    """Where the model's modules have buffers; what several modules share stands at each."""
+    """Return where the model's modules have buffers; what several modules share stands at each."""
     return [
         Place(f"{path}.{own}".lstrip("."), torch_private.buffers_in(module), own, torch_private.is_batch_norm(module))
         for path, module in model.named_modules()
@@ -145,7 +145,7 @@ def mixed(numbers: Tensor) -> Tensor:
 
 
 def refusal(names: Collection[str]) -> str:
-    """What is said where ranks make different buffers of these."""
+    """Return what is said where ranks make different buffers of these."""
     return (
         f"the forward changes the buffer {', '.join(sorted(names))} by the samples of each rank, of which "
         "DistributedDataParallel keeps what rank 0 makes of its own; change it outside of the loss function, by what "

@@ -1,4 +1,4 @@
-"""Whether something was written to a copy of a split parameter, where the script meant the parameter."""
+"""Refuses writes to a copy of a split parameter, where the script meant the parameter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether ranks still hold alike what several of them hold: parameters, parts of these, and buffers.
+"""Compares what several ranks hold alike: parameters, parts of these, and buffers.
 
 All begin with what rank 0 has, and each makes the steps of its optimizer for itself, from gradients that are the same:
 so they stay alike, unless a script does on one rank what it does not do on the others. That no collective of a step
@@ -61,7 +61,7 @@ Summed = Mapping[str, Collection[str]]
 
 @dataclass(frozen=True, eq=False)
 class _Held:
-    """What several ranks hold: ``first`` is, for each rank, the first one of those that hold the same.
+    """The tensors that several ranks hold: ``first`` is, for each rank, the first one of those that hold the same.
 
     ``along`` names the axes along which a parameter is the same.
     """
@@ -73,7 +73,7 @@ class _Held:
 
     @property
     def now(self) -> Tensor | None:
-        """What this rank holds of it."""
+        """Return what this rank holds of it."""
         found: Tensor | None = self.at.now if isinstance(self.at, Place) else self.at
         return torch_private.part_of(found) if isinstance(found, DTensor) else found
 
@@ -171,7 +171,7 @@ class Replicas:
 
     @cached_property
     def _sets(self) -> dict[tuple[int, ...], list[_Held]]:
-        """What is compared, by the ranks that hold the same: equal on all ranks, and in the same order.
+        """Return what is compared, by the ranks that hold the same: equal on all ranks, and in the same order.
 
         Cached: of buffers it has the places, and `Structure` refuses parameters that were replaced.
         """
@@ -195,7 +195,7 @@ class Replicas:
         return unlike(everyone, from_all_ranks(made_steps().last))
 
     def _measure(self, held: Sequence[_Held]) -> str | None:
-        """What is to be refused of what differs by more than roundings."""
+        """Return what is to be refused of what differs by more than roundings."""
         sums = from_all_ranks(torch.stack([_sum_of_words(each.now, self._device) for each in held]).tolist())
         unlike = {
             each: ranks
@@ -269,7 +269,7 @@ def _with_those_after(name: str, reduced: Mapping[str, set[str]], after: Mapping
 
 
 def _held(model: nn.Module, buffers: Collection[str], axes: frozenset[str]) -> Iterator[_Held]:
-    """What is the same on several ranks, in the same order on all of these."""
+    """Return what is the same on several ranks, in the same order on all of these."""
     everywhere = (0,) * dist.get_world_size()
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
@@ -308,7 +308,7 @@ def _sum_of_words(tensor: Tensor | None, device: torch.device) -> Tensor:
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:
-    """The same numbers so that ``reshape(-1)`` copies none of a tensor whose channels come last."""
+    """Return the numbers so that ``reshape(-1)`` copies none of a tensor whose channels come last."""
     for kind, dims in ((torch.channels_last, 4), (torch.channels_last_3d, 5)):
         if tensor.ndim == dims and tensor.is_contiguous(memory_format=kind):
             return tensor.movedim(1, -1)
@@ -341,7 +341,7 @@ def _numbers_of_places(bits: int, device: torch.device) -> Tensor:
 
 
 class _Sketch(NamedTuple):
-    """What a rank tells of a tensor; NaN and infinite entries are counted, and are 0 in all else."""
+    """The figures of a tensor on one rank; NaN and infinite entries are counted, and are 0 in all else."""
 
     what: str
     rounds: float  # how much a rounding may change a number by, relative to it; 0 for whole numbers
@@ -378,7 +378,7 @@ def _signs(start: int, count: int, device: torch.device) -> Tensor:
 
 
 def _difference(there: _Sketch, here: _Sketch, allowed: float) -> str:
-    """How a tensor differs from another one whose bits are not the same; empty where that may be roundings.
+    """Return how a tensor differs from another one whose bits are not the same; empty where that may be roundings.
 
     Args:
         allowed: how much of what many roundings may make those so far may have made.
@@ -403,7 +403,7 @@ _ADVICE = {
 
 
 def _refusal(refused: Sequence[_Held], of: Mapping[int, str]) -> str:
-    """What is said of the first of those that have drifted; ``of`` says by how much it has on each rank."""
+    """Return what is said of the first of those that have drifted; ``of`` says by how much it has on each rank."""
     held = refused[0]
     rank = min(of)
     same = [other for other in of if held.first[other] == held.first[rank]]

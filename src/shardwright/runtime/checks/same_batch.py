@@ -1,4 +1,4 @@
-"""Whether ranks that are to pass the same batch do: else they would train on a mixture, or wait for ever."""
+"""Checks that ranks that are to pass the same batch do: else they would train on a mixture, or wait for ever."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a model still has the modules and parameters that its programs, or torch's hooks, were made for."""
+"""Checks that a model has the modules and parameters for which its programs, or torch's hooks, were made."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What of a program is compiled: the operators between its collectives."""
+"""Compiles the operators of a program between its collectives."""

@@ -46,7 +46,7 @@ class Stretch:
 
     @property
     def call(self) -> Instruction:
-        """What stands in the program in their place."""
+        """Return what stands in the program in their place."""
         given = given_to(self.instructions)
         call = Call(self.function, variables(given))
         regathered = tuple(dict.fromkeys(name for each in self.instructions for name in each.regathered))
@@ -61,13 +61,13 @@ class Stretch:
 
 
 def calls_torch(instruction: Instruction) -> bool:
-    """Whether an instruction calls operators of torch's own alone, on what it reads and perhaps on a mask."""
+    """Return whether an instruction calls operators of torch's own alone, on what it reads and perhaps on a mask."""
     call = instruction.call
     return instruction.kind == "operator" and (call.calls_aten or call.function in _DROPOUTS)
 
 
 def in_stretches(program: LocalProgram, chosen: Chosen = calls_torch) -> tuple[LocalProgram, list[Stretch]]:
-    """The same program with functions in place of its stretches, and these."""
+    """Return the program with functions in place of its stretches, and these."""
     last = program.last_reads()
     instructions: list[Instruction] = []
     stretches: list[Stretch] = []
@@ -142,7 +142,7 @@ class Compiler:
         return Compiled(stretches, f"{sum(len(s.instructions) for s in stretches)} of {operators}", what, self, scope)
 
     def compile(self, function: Function) -> Function:
-        """What torch makes of a function of tensors, without the Python around it."""
+        """Return what torch makes of a function of tensors, without the Python around it."""
         return torch.compile(function, fullgraph=True, dynamic=False, backend=self._backend, options=self._options)
 
     def say(self, text: str) -> None:
@@ -164,7 +164,7 @@ class Compiled:
 
     @property
     def left_out(self) -> str:
-        """Which stretches run uncompiled: in the same words on ranks whose programs have others."""
+        """Return which stretches run uncompiled: in the same words on ranks whose programs have others."""
         ways = [tried.plain_ways for tried in self.functions.values()]
         if ways and all(each == ways[0] for each in ways):
             return ", ".join(f"all stretches{how}" for how in ways[0])
@@ -210,7 +210,7 @@ class _Tried:
 
     @property
     def plain_ways(self) -> list[str]:
-        """How it was called where it runs uncompiled: " without gradients", or not."""
+        """Return how it was called where it runs uncompiled: " without gradients", or not."""
         plain = {with_gradients for (with_gradients, _), chosen in self._chosen.items() if chosen is self._plain}
         return ["" if with_gradients else " without gradients" for with_gradients in sorted(plain)]
 
@@ -237,7 +237,7 @@ def _made(stretch: Stretch, scope: dict[str, Any]) -> Function:
 
 
 def _results(function: Function, given: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """What a function gives of the same tensors, and the gradients of these for some gradient of that."""
+    """Return what a function gives of the same tensors, and the gradients of these for some gradient of that."""
     copies = [_like(tensor) for tensor in given]
     results = function(*copies)
     results = [results] if isinstance(results, Tensor) else list(results)
@@ -249,7 +249,7 @@ def _results(function: Function, given: Sequence[Tensor]) -> tuple[list[Tensor],
 
 
 def _like(tensor: Tensor) -> Tensor:
-    """The same numbers for torch to compile for: what was a parameter is one, and needs a gradient where that did."""
+    """Return copies for torch to compile for: parameters and needs of gradients stay what they were."""
     alike = tensor.detach()
     return (
         nn.Parameter(alike, tensor.requires_grad)
@@ -265,7 +265,7 @@ def _some(like: Tensor) -> Tensor:
 
 
 def difference(found: tuple[list[Tensor], ...], expected: tuple[list[Tensor], ...]) -> str:
-    """What is wrong with tensors that are to be others to half of their digits, empty where nothing is.
+    """Return what is wrong with tensors that are to be others to half of their digits, empty where nothing is.
 
     The measure is the largest deviation against the largest number of all gradients, or of a result.
     """

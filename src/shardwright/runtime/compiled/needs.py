@@ -1,4 +1,4 @@
-"""What compiling needs on a host, and what to type where it is not there."""
+"""Checks what compiling needs on a host, and says what to type where it is missing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def compile_problem(compile: bool, device: str) -> str | None:
-    """What is in the way of ``compile=`` on a device of this host, None where nothing is."""
+    """Return what is in the way of ``compile=`` on a device of this host, None where nothing is."""
     if not isinstance(compile, bool):
         return f"compile={compile!r} is unknown; choose one of True, False"
     if not compile:

@@ -1,4 +1,4 @@
-"""What tells a batch from others, found in microseconds: the program of a step is looked up by it."""
+"""The key of a batch, found in microseconds, by which the program of a step is looked up."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ _Write = Callable[[Any, list[Tensor]], Hashable]
 
 
 class _Forms(dict[type, _Write]):
-    """How each type of a part of a batch is written."""
+    """The way to write each type of a part of a batch."""
 
     def __missing__(self, kind: type) -> _Write:
         raise _UnusualError

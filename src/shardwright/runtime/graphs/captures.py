@@ -62,7 +62,7 @@ _OTHER_GRAPH = "the graph that follows from open sizes is not the one that is ca
 
 @dataclass
 class _Known:
-    """What was captured of steps that differ in the shapes of their batches alone."""
+    """The captures of steps that differ in the shapes of their batches alone."""
 
     shapes: list[Shapes] = field(default_factory=list)
     alone: _Alone | None = None
@@ -73,7 +73,7 @@ class _Known:
 
 @dataclass(frozen=True)
 class Captures:
-    """How the steps of a model are captured, and what was captured until now.
+    """The captures of a model's steps until now, and how further ones are made.
 
     Args:
         predict_fn: gives outputs beside no loss, as `outputs_alone` makes it; by default the loss function is called.
@@ -92,7 +92,7 @@ class Captures:
     """Cached by `key`; what is made of open sizes is compared with captures before it serves."""
 
     def function(self, kind: StepKind) -> LossFunction:
-        """What a step of this kind calls."""
+        """Return what a step of this kind calls."""
         return self.predict_fn if kind == "predict" and self.predict_fn is not None else self.loss_fn
 
     def key(self, kind: StepKind, batch: Any) -> str:
@@ -183,7 +183,7 @@ class Captures:
 
 
 def _same(a: Capture, b: Capture) -> bool:
-    """Whether two captures are one in everything, also in what they hold of Python."""
+    """Return whether two captures are one in everything, also in what they hold of Python."""
     same_values = a.constants.keys() == b.constants.keys() and all(
         same_bits(tensor, b.constants[name]) for name, tensor in a.constants.items()
     )

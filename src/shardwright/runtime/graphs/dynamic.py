@@ -1,4 +1,4 @@
-"""Which sizes of a batch change from step to step, as users say it and as messages show it.
+"""Sizes of a batch that change from step to step, as users say them and as messages show them.
 
 ``dynamic`` of `parallelize` is True, for all dims in which batches turn out to differ, or names dims by the label of
 the tensor in the batch: ``{"ids": 1, "mask": (0, 1)}`` for a dict, ``{"0": 1}`` for a tuple, ``{"batch": 1}`` for a
@@ -20,7 +20,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 def dynamic_problem(dynamic: object, labels: Sequence[str], shapes: Shapes) -> str | None:
-    """Why this cannot be `dynamic` for batches with tensors of these labels; None where it can."""
+    """Return why this cannot be `dynamic` for batches with tensors of these labels; None where it can."""
     if isinstance(dynamic, bool):
         return None
     form = "dynamic is True, or the dims that change by tensor of the batch, as {'ids': 1, 'mask': (0, 1)}"
@@ -53,7 +53,7 @@ def open_dims(dynamic: Dynamic, labels: Sequence[str], seen: Sequence[Shapes]) -
 
 
 def labels_and_shapes(batch: Any) -> tuple[list[str], Shapes]:
-    """What the tensors of a batch are called, and their shapes."""
+    """Return what the tensors of a batch are called, and their shapes."""
     leaves = tree_flatten(batch)[0]
     tensors = [(path or "batch", leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
     return [label for label, _ in tensors], tuple(tuple(tensor.shape) for _, tensor in tensors)

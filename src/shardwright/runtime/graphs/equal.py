@@ -1,4 +1,4 @@
-"""Whether two captures are one, so that what was made of one serves the other."""
+"""Compares two captures, so that what was made of one may serve the other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwright.compiler.rules.notation import Operand
 
 
 def same_step(one: Capture, other: Capture) -> bool:
-    """Whether what was planned and made of one capture of a model is what would be made of the other.
+    """Return whether what was planned and made of one capture of a model is what would be made of the other.
 
     They are of one graph at the same lines, with the same constants, read the same places of Python, and return the
     same beside tensors. Constants that are read anew at each step may hold something else. Where it is not certain
@@ -48,7 +48,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _same_beside(one: Any, other: Any) -> bool:
-    """Whether what is returned beside the loss is the same but for the numbers in its tensors."""
+    """Return whether what is returned beside the loss is the same but for the numbers in its tensors."""
     if one is None or other is None:
         return one is other
     (leaves, spec), (others, other_spec) = (trees.tree_flatten(of.tree) for of in (one, other))

@@ -1,4 +1,4 @@
-"""What Python values were when a program was made, and whether they still are: else it is not the program to run."""
+"""Python values as they were when a program was made, compared before it runs: others need another program."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Remembered:
         self._filled = [(hooks, there) for hooks, there, _ in self._hooks if there]
 
     def holds(self) -> bool:
-        """Whether all is what it was; asked before each step, of hundreds of values."""
+        """Return whether all is what it was; asked before each step, of hundreds of values."""
         if any(self._empty) or not all(_are(hooks.values(), there) for hooks, there in self._filled):
             return False
         if not all(map(is_, map(dict.get, self._where, self._names, repeat(MISSING)), self._objects)):
@@ -63,7 +63,7 @@ class Remembered:
         return [p for p, value in self._values.items() if not same(value, other._values.get(p, MISSING))]
 
     def changed(self) -> dict[str, Any]:
-        """What is not what it was, as it is now, by where it stands."""
+        """Return what is not what it was, as it is now, by where it stands."""
         now = {place: self._now(place) for place in self._values}
         values = {str(place): now[place] for place, value in self._values.items() if not same(now[place], value)}
         return values | {text: _names(hooks) for hooks, there, text in self._hooks if not _are(hooks.values(), there)}
@@ -98,7 +98,7 @@ class Remembered:
 
 
 def _stays(value: Any, known: Any) -> bool:
-    """Whether the same object tells that nothing has changed: it cannot change in place, or need not stay the same.
+    """Return whether the identity of an object tells that nothing has changed, as it cannot change in place.
 
     Args:
         known: what `comparable` says of it.
@@ -109,7 +109,7 @@ def _stays(value: Any, known: Any) -> bool:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Whether a value is as another one, or an object in everything that it holds."""
+    """Return whether a value is as another one, or an object in everything that it holds."""
     held = comparable(other)
     if held is NOT_PLAIN and type(one) is type(other) and safe.variables(other):
         one, held = safe.variables(one), comparable(safe.variables(other))
@@ -132,7 +132,7 @@ def _names(hooks: Mapping[int, Callable[..., Any]]) -> list[str]:
 
 
 def _code(op: str) -> str:
-    """What a user's function with a backward of its own does."""
+    """Return what a user's function with a backward of its own does."""
     try:
         function = function_of(op)
     except CaptureError:

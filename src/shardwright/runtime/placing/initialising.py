@@ -29,7 +29,7 @@ _SET_IN_PLACE = "set it in place, as torch.nn.init and copy_() do"
 
 
 def init_problem(init: object) -> str | None:
-    """Why something cannot be the ``init`` of a model; None where it can."""
+    """Return why something cannot be the ``init`` of a model; None where it can."""
     if init is None or callable(init):
         return None
     return f"init={init!r} cannot be called; expected a function of a module, as Module.apply takes it"
@@ -94,7 +94,7 @@ class Initialising:
         ]
 
     def _set_by(self, module: nn.Module) -> tuple[Member, ...]:
-        """What a module sets: its own tensors. One of torch's may set its children's, as MultiheadAttention does."""
+        """Return what a module sets: its own tensors, and its children's where torch's module sets those."""
         own = [*own_tensors(module).values()]
         if own and type(module).__module__.startswith("torch.nn."):
             own = [*module.parameters(), *module.buffers()]
@@ -184,7 +184,7 @@ def _applied(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _resetting(module: nn.Module) -> Callable[[], Any] | None:
-    """What sets the tensors of a module anew."""
+    """Return what sets the tensors of a module anew."""
     for name in ("reset_parameters", "_reset_parameters"):  # the second one of nn.MultiheadAttention
         reset = getattr(module, name, None)
         if callable(reset):
@@ -204,7 +204,7 @@ def _unset_like(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _is_set(made: Tensor, changed: bool) -> bool:
-    """Whether all of a tensor has values; ``changed`` says that it was written to, of which writes to ``x.data`` tell
+    """Return whether all of a tensor has values; ``changed`` says that it was written to, which ``x.data`` hides.
     nothing."""
     if made.is_floating_point() or made.is_complex():
         return not bool(made.isnan().any())

@@ -67,7 +67,7 @@ def place(
 
 
 def _plain(model: nn.Module) -> list[Member]:
-    """What no earlier call has stored as DTensors."""
+    """Return what no earlier call has stored as DTensors."""
     return [member for member in members(model) if not isinstance(member.tensor, DTensor)]
 
 
@@ -93,7 +93,7 @@ def _brought(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _stored(member: Member, whole: Tensor, splitting: Splitting) -> Tensor:
-    """What stands in the place of a member that is ``whole`` here."""
+    """Return what stands in the place of a member that is ``whole`` here."""
     before = member.tensor
     if not isinstance(before, nn.Parameter):
         return whole

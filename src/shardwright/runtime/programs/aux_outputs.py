@@ -1,4 +1,4 @@
-"""What a loss function returns beside the loss, after a step: its numbers are there, and a gradient is refused.
+"""Auxiliary outputs beside the loss after a step: their numbers are there, and a gradient is refused.
 
 A program computes the gradients of the loss alone. What else it returns would pass for a constant in a loss that a
 script adds up itself, where plain PyTorch has a gradient.
@@ -17,7 +17,7 @@ from shardwright.errors import UsageError
 
 
 def refusing_gradients(tensors: Sequence[Tensor], labels: Sequence[str]) -> tuple[Tensor, ...]:
-    """The same tensors as those of which plain PyTorch would know a gradient: a backward that comes to one is refused.
+    """Return the tensors as those with a gradient in plain PyTorch: a backward that comes to one is refused.
 
     Each lies in the memory that it lay in, and keeps nothing else alive.
 
@@ -33,7 +33,7 @@ def refusing_gradients(tensors: Sequence[Tensor], labels: Sequence[str]) -> tupl
 
 
 def refused_where_it_flows(aux: Any) -> Any:
-    """The same tree of tensors and plain values, of which every result of autograd refuses a gradient."""
+    """Return the tree of tensors and plain values, of which every result of autograd refuses a gradient."""
     leaves, spec = tree_flatten(aux)
     flowing = [i for i, (_, leaf) in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
     if not flowing:

@@ -1,4 +1,4 @@
-"""What a batch may hold, and how it differs from another one, in words that name the user's tensors."""
+"""The contents of a batch, and its difference to another one in words that name the user's tensors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tensors_of(batch: Any) -> list[Tensor]:
 
 
 def problem_with_sample(batch: Any) -> str | None:
-    """What is wrong with a sample batch, None where nothing is. Its tensors may be without values."""
+    """Return what is wrong with a sample batch, None where nothing is. Its tensors may be without values."""
     return _problem(batch, tree_flatten(batch)[0], sample=True)
 
 

@@ -111,7 +111,7 @@ class GradientReduction(Unreduced):
 
     @property
     def keeps(self) -> bool:
-        """Whether gradients are kept here, which `join` adds."""
+        """Return whether gradients are kept here, which `join` adds."""
         return bool(self._kept)
 
     def join(self, key: str, parameter: Tensor) -> Tensor:

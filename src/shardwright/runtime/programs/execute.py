@@ -53,7 +53,7 @@ _NAMES = {
 
 
 class StepArguments(NamedTuple):
-    """What a program is called with: this rank's parts in the program's order, and what fixes its random numbers.
+    """The arguments of a program: this rank's parts in the program's order, and what fixes its random numbers.
 
     ``seed`` and ``step`` do that together with global positions. One is made at each step.
     """
@@ -70,7 +70,7 @@ class StepArguments(NamedTuple):
         return self.parameters, self.buffers, self.inputs, self.constants
 
     def keys(self) -> Callable[[int], int]:
-        """What the operators of a step draw their random numbers from, by their number."""
+        """Return what the operators of a step draw their random numbers from, by their number."""
         return lambda number: mixed(mixed(mixed(self.seed) ^ self.step) ^ number)
 
 
@@ -80,7 +80,7 @@ def own_generator(device: torch.device) -> Tensor:
 
 
 def _drew(program: LocalProgram) -> str:
-    """What is said of a program that moved that generator: operators of others may draw without a word."""
+    """Return what is said of a program that moved that generator: operators of others may draw without a word."""
     nodes = [instruction.node for instruction in program.instructions if instruction.node is not None]
     unknown = [f"{node.op}, at {node.source}" for node in nodes if key_of(node.op) is None]
     return (
@@ -91,7 +91,7 @@ def _drew(program: LocalProgram) -> str:
 
 
 def _is_pure(instruction: Instruction) -> bool:
-    """Whether an instruction may be compiled: what refuses a user's indices is to do so in words, at its own line."""
+    """Return whether an instruction may be compiled; what refuses a user's indices does so at its own line."""
     return calls_torch(instruction) and (instruction.node is None or INDICES.of(instruction.node.op) is None)
 
 
@@ -157,7 +157,7 @@ class Execution:
 
     @property
     def left_out(self) -> str:
-        """What the compiler has left out so far: ranks on which that differs would round values differently."""
+        """Return what the compiler has left out so far: ranks on which that differs would round values differently."""
         return "" if self._compiled is None else self._compiled.left_out
 
     def __call__(self, arguments: StepArguments) -> Outputs:

@@ -1,4 +1,4 @@
-"""What a user is told where an operator of a program fails: their line and their input, not the program's."""
+"""Explains an error in an operator of a program by the user's line and input, not the program's."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def explained(error: Exception, program: LocalProgram, code: CodeType, capture: 
 
 
 def with_text(error: Exception, text: str) -> Exception:
-    """The same error, whose message has another line."""
+    """Return the error with another line in its message."""
     if error.args and isinstance(error.args[0], str):
         error.args = (f"{error.args[0].rstrip()}\n{text}", *error.args[1:])
     else:
@@ -113,7 +113,7 @@ def with_text(error: Exception, text: str) -> Exception:
 
 
 def _out_of_range(instruction: Instruction, node: Node, variables: Mapping[str, Any], capture: Capture) -> str | None:
-    """What is wrong with the first index that is, None where none is."""
+    """Return what is wrong with the first index that is, None where none is."""
     found = INDICES.of(node.op)
     shapes = [capture.values[name].shape for name in node.operands]
     for indices in found(node, shapes) if found is not None else ():
@@ -141,7 +141,7 @@ def _told(node: Node, indices: Indices, number: int, capture: Capture) -> str:
 
 
 def named_in_batch(value: str, capture: Capture) -> str:
-    """What a person calls a value: the tensor of the batch that it is, or those from which it was made."""
+    """Return what a person calls a value: the tensor of the batch that it is, or those from which it was made."""
     if capture.values[value].kind == "input":
         return in_batch(capture.values[value].label)
     makers = {result: node for node in capture.nodes for result in node.results}

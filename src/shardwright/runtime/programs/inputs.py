@@ -1,4 +1,4 @@
-"""Which rows of a batch a rank has, and how it comes to hold those that the plan wants it to hold."""
+"""The rows of a batch that a rank has, and how it comes to hold those that the plan wants it to hold."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Rows:
-    """Which rows of the global batch a rank has: ``mine`` of ``total``; ``all_ranks`` where every rank knows.
+    """The rows of the global batch that a rank has: ``mine`` of ``total``; ``all_ranks`` where every rank knows.
 
     A Batch that does not say it leaves ``all_ranks`` None: the ranges are those of an even cut, or must be asked for.
     ``agreed`` tells that all ranks have just said that their batches are of one shape.
@@ -45,8 +45,7 @@ def shapes_of(capture: Capture) -> str:
 
 
 def rows_of(batch: object, tensors: Sequence[Tensor], kind: BatchKind | None, size: int) -> Rows:
-    """Which of the rows that ``size`` ranks have this one has; it exchanges sizes where plain tensors are each rank's
-    own part.
+    """Return this rank's rows among those of ``size`` ranks; sizes are exchanged where plain tensors are parts.
 
     Raises:
         UsageError: where plain tensors come without saying whether they are the whole batch or a part of it.
@@ -77,7 +76,7 @@ def in_turn(counts: Sequence[int]) -> Rows:
 
 
 def height_of(tensors: Sequence[Tensor]) -> int:
-    """How many rows a rank passes."""
+    """Return how many rows a rank passes."""
     return next((t.shape[0] for t in tensors if t.ndim), 0)
 
 
@@ -94,7 +93,7 @@ def global_shapes(tensors: Sequence[Tensor], rows: Rows) -> tuple[Shape, ...]:
 
 
 class Cut(NamedTuple):
-    """Where this rank's part of an input lies: in what it was given, or in the whole, from the rows of all ranks."""
+    """The place of this rank's part of an input: in what it was given, or in the whole, from the rows of all ranks."""
 
     part: tuple[slice, ...]
     all_of: Shape
@@ -120,7 +119,7 @@ class Cut(NamedTuple):
 def cuts_of(
     shapes: Sequence[Shape], layouts: Sequence[Layout], rows: Rows, comm: Communicator
 ) -> tuple[list[Cut], bool]:
-    """Where this rank's part of every input lies as the plan lays it out, and whether ranks had to ask for that."""
+    """Return where this rank's part of every input lies under the plan, and whether ranks had to ask for that."""
     ranges, talked = (rows.all_ranks, False) if rows.all_ranks else _ranges(rows, shapes, layouts, comm)
     if len(ranges) != comm.mesh.size:
         raise UsageError(

@@ -99,7 +99,7 @@ said_once = SaidOnce()
 
 
 def _said(path: Path) -> str:
-    """Where a plan was found, of when it is, and how to be rid of it."""
+    """Return where a plan was found, of when it is, and how to be rid of it."""
     try:
         saved = f" on {datetime.fromtimestamp(path.stat().st_mtime):%Y-%m-%d at %H:%M}"
     except OSError:  # another job has deleted it since

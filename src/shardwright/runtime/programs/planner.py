@@ -81,7 +81,7 @@ class Planner:
         return from_rank_zero(ranks_by_collectives("making the plan"), made)
 
     def _within(self, stored: Stored, capture: Capture) -> PlanRequest:
-        """The same request, for parameters of which some are stored already."""
+        """Return the request for parameters of which some are stored already."""
         if not stored.layouts:
             return self.request
         layouts = {v.name: stored.layouts[v.label] for v in capture.of_kind("parameter") if v.label in stored.layouts}
@@ -122,7 +122,7 @@ class Planner:
         return known[made] if isinstance(made, int) else made
 
     def _alongside(self, first: Plan, storage: Mapping[str, Layout], capture: Capture) -> PlanRequest:
-        """The same request on the mesh and in the mode of the first plan, which may have been given."""
+        """Return the request on the mesh and in the mode of the first plan, which may have been given."""
         inputs = self.request.inputs
         if capture.loss == "" and isinstance(inputs, Mapping):  # the batches of predictions may lack some
             labels = {value.label for value in capture.of_kind("input")}
@@ -173,8 +173,7 @@ def _internal(error: Exception) -> CaptureError:
 
 
 def hardware_of(world: World, asked: Hardware | None = None) -> Hardware:
-    """What plans for these ranks are priced by: what was asked for or the shipped profile, on the hosts and with the
-    backend that there are, whichever the figures are of."""
+    """Return the hardware that prices plans: the one asked for, or the shipped profile, on these hosts."""
     told = None if world.rank == 0 else str  # what other ranks believe decides nothing, and they need not warn
     known = asked or for_device(world.device.type, told, world.backend)
     backend = backend_moving(world.device.type, world.backend).name

@@ -80,7 +80,7 @@ class PreparedProgram:
     def outputs(
         self, aux: Sequence[Tensor], rows: Rows, communicator: Communicator, *, whole: bool, loss: Tensor | None = None
     ) -> Any:
-        """What was returned beside the loss, whole, or of what has rows of the batch those that this rank was given.
+        """Return the auxiliary outputs, whole, or of those with rows the ones that this rank was given.
 
         With ``batch="global"``, where all ranks were given all rows, each keeps those that it has computed. What has a
         gradient in the graph refuses one, but for ``loss``, which may stand there, too.
@@ -208,7 +208,7 @@ class Programs:
         return prepared
 
     def _remember(self, step: Step, plan: Plan, function: LossFunction) -> Remembered:
-        """What a step reads of Python now, the same on all ranks; with room for another program for it."""
+        """Return what a step reads of Python now, the same on all ranks; with room for another program for it."""
         self._made += 1
         remembered = Remembered(plan.capture, self._planner.module, function)
         remembered.agree()
@@ -267,7 +267,7 @@ _IN_WORDS: Mapping[StepKind, str] = {
 
 
 def _said(step: Step, known: Sequence[Kept], left_out: str = "") -> str:
-    """What a rank passes, for the others; ``known`` are the programs for such batches, of which one is used here."""
+    """Return what a rank passes, for the others; ``known`` are the programs for such batches."""
     values = {place: value for kept in known for place, value in kept.remembered.changed().items()}
     words = f"passes a batch of {shown([leaf for _, leaf in tree_flatten(step.batch)[0] if isinstance(leaf, Tensor)])}"
     words += _IN_WORDS[step.kind]

@@ -67,7 +67,7 @@ class _Gathered:
 
 
 class _Collective:
-    """How tensors are gathered together of this rank's parts, once in each backward."""
+    """The way in which tensors are gathered together of this rank's parts, once in each backward."""
 
     def __init__(self, names: Sequence[str], parts: Sequence[Tensor], gather: Gather) -> None:
         self._names, self._parts, self._gather = names, [part.detach() for part in parts], gather
@@ -76,7 +76,7 @@ class _Collective:
         self._members: list[ref[_Gathered]] = []
 
     def members(self) -> list[_Gathered]:
-        """What stands for each of the gathered tensors."""
+        """Return what stands for each of the gathered tensors."""
         made = [_Gathered(self) for _ in self._parts]
         self._members = [ref(member) for member in made]
         return made
@@ -109,7 +109,7 @@ class _Collective:
 
 @dataclass(frozen=True)
 class _Part:
-    """What is kept in place of a tensor that lies in gathered memory."""
+    """The stand-in that is kept for a tensor that lies in gathered memory."""
 
     gathered: _Gathered
     size: tuple[int, ...]

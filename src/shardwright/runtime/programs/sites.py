@@ -1,4 +1,4 @@
-"""What each collective of a local program is for, told to the pulse of this rank, so that a hang can be explained.
+"""Tells the pulse of this rank what each collective of a local program is for, so that a hang can be explained.
 
 The functions that a program calls are wrapped: each finds by the place of its call which instruction it is, says so
 before it begins, and leaves a hook on the autograd node of its result that says so before the backward. Nothing is
@@ -119,7 +119,7 @@ def _words(program: LocalProgram, at: int) -> tuple[str, str]:
 
 
 def _result(program: LocalProgram, value: Value) -> str:
-    """What the program returns: the loss, a buffer that it has changed, or what the loss function gave beside it."""
+    """Return what the program returns: the loss, a changed buffer, or an output beside the loss."""
     if value.name == program.loss:
         return "the loss"
     buffers = [buffer for buffer, new in program.mutations.items() if new == value.name]

@@ -44,7 +44,7 @@ _whole: MutableMapping[nn.Parameter, weakref.ref[object]] = WeakIdKeyDictionary(
 
 @dataclass(frozen=True)
 class Splitting:
-    """How the parameters of a model are stored on this rank: all as DTensors, or, with ``splits`` False, all plain.
+    """The storage of the parameters of a model on this rank: all DTensors, or, with ``splits`` False, all plain.
 
     ``layouts`` are those of parameters by the names of `Module.named_parameters`; others are whole on every rank.
     """
@@ -96,12 +96,12 @@ def _refuse_plain_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[
 
 
 def is_split(model: nn.Module) -> bool:
-    """Whether parameters are DTensors, of which this rank may hold a part."""
+    """Return whether parameters are DTensors, of which this rank may hold a part."""
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def as_stored(model: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The same state with every tensor laid out as the one of that name in the model; all ranks call it together."""
+    """Return the state with every tensor laid out as the one of that name in the model; a collective call."""
     own = model.state_dict(keep_vars=True)
     refuse_parts_of_others(state.items())
     found = copy.copy(state) if isinstance(state, dict) else dict(state)  # a copy keeps what torch notes beside it
@@ -206,7 +206,7 @@ class Stored:
 
 
 def stored_before(model: nn.Module) -> Stored:
-    """How the parameters of ``model`` are stored that an earlier `parallelize` holds.
+    """Return how the parameters of ``model`` are stored that an earlier `parallelize` holds.
 
     Where one is held whole all must stay whole, as torch's optimizers refuse a mixture of plain tensors and DTensors.
 

@@ -39,7 +39,7 @@ def agree_on_weights(model: nn.Module) -> None:
 
 
 def of_rank_zero(tensor: Tensor) -> Tensor:
-    """The same tensor, with the values of rank 0."""
+    """Return the tensor with the values of rank 0."""
     if not alone():
         dist.broadcast(tensor.data, 0, group=group_moving(tensor.device))
     return tensor
@@ -56,7 +56,7 @@ def refuse_meta(model: nn.Module) -> None:
 
 
 def layouts_by_name(plan: Plan) -> dict[str, Layout]:
-    """How the plan stores each parameter that its step uses, by every name that it has in the model."""
+    """Return how the plan stores each parameter that its step uses, by every name that it has in the model."""
     storage = {v.label: plan.leaves[v.name] for v in plan.capture.of_kind("parameter")}
     names = {**{name: name for name in storage}, **plan.capture.tied}
     return {name: storage[first] for name, first in names.items() if first in storage}
@@ -89,7 +89,7 @@ class _Leaves:
 
     @cached_property
     def split(self) -> bool:
-        """Whether parameters are DTensors."""
+        """Return whether parameters are DTensors."""
         return any(isinstance(parameter, DTensor) for parameter in self.parameters)
 
 
@@ -113,7 +113,7 @@ class ModelState:
         note_whole(module, self)
 
     def number(self, kind: StepKind) -> int:
-        """What the random numbers of the next call depend on beside the seed: other numbers for evaluations."""
+        """Return what the random numbers of the next call depend on beside the seed: other numbers for evaluations."""
         return self.step if kind in ("training", "fine-tuning") else _EVALUATIONS + self.evaluations
 
     @cached_property
@@ -126,7 +126,7 @@ class ModelState:
 
     @cached_property
     def _places(self) -> dict[str, _Place]:
-        """Where each buffer is looked up, by its name in the model.
+        """Return where each buffer is looked up, by its name in the model.
 
         Cached: `Structure` refuses modules that were replaced, and what stands at each place is looked up in each step.
         """
@@ -137,7 +137,7 @@ class ModelState:
         }
 
     def _leaves_of(self, capture: Capture) -> _Leaves:
-        """Where the leaves of a graph stand, looked up once: the parameters of a model stay the same objects."""
+        """Return where the leaves of a graph stand, looked up once: the parameters of a model stay the same objects."""
         known = self._leaves.get(id(capture))
         if known is None:
             buffers, values = capture.of_kind("buffer"), capture.of_kind("parameter")
@@ -163,7 +163,7 @@ class ModelState:
         step: int,
         reduction: GradientReduction,
     ) -> StepArguments:
-        """What the program of ``capture``, which is that of ``function``, is called with; ``step`` as of `number`."""
+        """Return the arguments of the program of ``capture``, that of ``function``; ``step`` is of `number`."""
         leaves = self._leaves_of(capture)
         buffers = _standing(leaves.buffers)
         for number in leaves.changed:  # `store_buffers` overwrites them, and the backward may read what they were

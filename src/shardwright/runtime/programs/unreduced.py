@@ -22,7 +22,7 @@ from shardwright.errors import UsageError
 
 
 class Unreduced(ABC):
-    """What keeps unreduced gradients of the parameters of a model; optimizers ask all that there are."""
+    """The keeper of unreduced gradients of a model's parameters; optimizers ask all keepers."""
 
     def __init__(self) -> None:
         self._named: Mapping[str, nn.Parameter] = {}

@@ -1,4 +1,4 @@
-"""What the optimizers of split parameters have done on this rank.
+"""The record of what the optimizers of split parameters have done on this rank.
 
 No rank has what another one makes of its part, so nothing shows later that one has made a step less, begun with other
 states, or made its steps with another learning rate. So ranks tell each other how often and how each has.
@@ -33,7 +33,7 @@ class MadeSteps:
     last: str = ""
 
     def since(self, before: MadeSteps) -> list[int]:
-        """What has come to these numbers: steps, loads, settings."""
+        """Return what has come to these numbers: steps, loads, settings."""
         return [self.steps - before.steps, self.loads - before.loads, self.settings - before.settings]
 
 
@@ -57,7 +57,7 @@ def note_load() -> None:
 
 
 def _settings(group: dict[str, Any], has_closure: bool) -> _Settings:
-    """How many parameters a group has, how many of them have gradients, and its numbers."""
+    """Return how many parameters a group has, how many of them have gradients, and its numbers."""
     parameters = group["params"]
     gradients = None if has_closure else sum(parameter.grad is not None for parameter in parameters)
     numbers = [(name, _numbers(value)) for name, value in sorted(group.items()) if name not in _WAYS]
@@ -65,7 +65,7 @@ def _settings(group: dict[str, Any], has_closure: bool) -> _Settings:
 
 
 def _numbers(value: object) -> tuple[float, ...]:
-    """What a setting is if it is a number, or some; a tensor may be on a GPU, which is not waited for."""
+    """Return what a setting is if it is a number, or some; a tensor may be on a GPU, which is not waited for."""
     if isinstance(value, Tensor) and value.numel() == 1 and value.device.type == "cpu":
         value = value.item()
     numbers = value if isinstance(value, (tuple, list)) else (value,)
@@ -90,7 +90,7 @@ def _rounded(numbers: tuple[float, ...]) -> str:
 
 
 def unlike(everyone: Sequence[Sequence[int]], last: Sequence[str]) -> str | None:
-    """What to say where ranks have done other things than rank 0.
+    """Return what to say where ranks have done other things than rank 0.
 
     Args:
         everyone: what `MadeSteps.since` gives on each rank.

@@ -1,4 +1,4 @@
-"""What torch's optimizers must be told of the parameters of a parallel model, which may be DTensors, in each step.
+"""Tells torch's optimizers, in each step, of the parameters of a parallel model, which may be DTensors.
 
 Those that were made before the parameters were split are given the new ones. Those that work entry by entry make their
 step on the parts that this rank holds (`split_tensor`). Those whose arithmetic torch cannot split are given whole
@@ -66,7 +66,7 @@ def watch_optimizers() -> None:
 
 @dataclass
 class _Known:
-    """What was found when an optimizer was looked at, and whether it was given a state since its last step.
+    """The facts about an optimizer that was looked at, and whether it was given a state since its last step.
 
     ``parameters`` are those that it updated then, ``changes`` how often by then something had changed for parameters of
     this process. ``is_ours``: it updates those of a parallel model.
@@ -93,7 +93,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-    """What the step is to be called with, None where it stays as it is."""
+    """Return what the step is to be called with, None where it stays as it is."""
     known = look_at(optimizer)
     if known.has_split and known.was_loaded:
         _take_loaded(optimizer)
@@ -147,7 +147,7 @@ def _refuse_dense_gradients(optimizer: torch.optim.SparseAdam) -> None:
 
 
 def look_at(optimizer: torch.optim.Optimizer) -> _Known:
-    """What is known of an optimizer; one that was made before its parameters were split is given their successors.
+    """Return what is known of an optimizer; one made before its parameters were split is given their successors.
 
     Raises:
         UsageError: where it has state already, which belongs to whole parameters.
@@ -219,7 +219,7 @@ def _is_to_lay_out(optimizer: torch.optim.Optimizer, parameter: DTensor, key: st
 
 
 def _laid_out(optimizer: torch.optim.Optimizer, parameter: DTensor, value: Tensor) -> DTensor:
-    """What was loaded as a step would have left it; all ranks call it together."""
+    """Return what was loaded as a step would have left it; all ranks call it together."""
     devices = parameter.device_mesh
     if isinstance(value, DTensor):
         if value.device_mesh == devices:

@@ -128,7 +128,7 @@ def _views_above(node: fx.Node) -> list[fx.Node]:
 
 
 def _overlaps_itself(tensor: Tensor) -> bool:
-    """Whether some elements of a tensor lie in one place; where that is hard to find, that they do."""
+    """Return whether some elements of a tensor lie in one place; where that is hard to find, that they do."""
     reach = 0  # of all dims with smaller strides, in elements
     for stride, size in sorted(
         (int(stride), int(size)) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
@@ -140,7 +140,7 @@ def _overlaps_itself(tensor: Tensor) -> bool:
 
 
 def _reads_what_it_writes(node: fx.Node) -> bool:
-    """Whether an operator of single tensors reads elements that it changes, beside those in the place of each."""
+    """Return whether an operator of single tensors reads elements that it changes elsewhere."""
     read = [of for place, of in _read_by(node) if place < 0 and isinstance(of.meta.get("val"), Tensor)]
     for changed in changed_by(node) if read else ():
         for other in (of for of in read if _storage(of) is not None and _storage(of) == _storage(changed)):
@@ -154,7 +154,7 @@ def _reads_what_it_writes(node: fx.Node) -> bool:
 
 
 def _reads_in_place(target: Any) -> bool:
-    """Whether an operator reads each element of an operand before it writes there, and none behind that."""
+    """Return whether an operator reads each element of an operand before it writes there, and none behind that."""
     return _is_pointwise(target) or target is torch.ops.aten.copy_.default
 
 
@@ -270,7 +270,7 @@ def _laid_out(tensor: Tensor) -> Any:
 
 
 def _same_place(one: Tensor, other: Tensor) -> bool:
-    """Whether each element of one tensor lies where that of the other one does."""
+    """Return whether each element of one tensor lies where that of the other one does."""
     if one.dtype != other.dtype or one.ndim != other.ndim or one.storage_offset() != other.storage_offset():
         return False
     return one.shape == other.shape and one.stride() == other.stride()

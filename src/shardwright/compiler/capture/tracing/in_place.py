@@ -195,7 +195,7 @@ def _has_gradient(tensor: torch.Tensor) -> bool:
 
 
 def _is_detached(result: Any, tensor: torch.Tensor) -> bool:
-    """Whether a result looks into the memory of ``tensor`` and is no view of it for autograd."""
+    """Return whether a result looks into the memory of ``tensor`` and is no view of it for autograd."""
     is_new = _looks_into(result, tensor) and result is not tensor
     return is_new and torch_private.base_of(result) is result and torch_private.base_of(tensor) is not result
 

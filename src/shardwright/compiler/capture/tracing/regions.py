@@ -247,7 +247,7 @@ def _dtypes(of: _Computed) -> list[torch.dtype]:
 
 @dataclass(frozen=True)
 class _Computed:
-    """What a call of operators did.
+    """The operators of a call, recorded.
 
     ``casts``: to which dtype it cast each of some tensors, by position.
     ``made``: the operators that made new tensors of others, without overload, each with the dtypes of its results;
@@ -291,7 +291,7 @@ def _tensors_in(tree: Any) -> list[torch.Tensor]:
 
 
 def _computed(node: Node, operands: Sequence[Node], casts: _Casts) -> _Computed:
-    """What an operator computes for tensors without values, once they are cast."""
+    """Return what an operator computes for tensors without values, once they are cast."""
     vals = {
         operand: operand.meta["val"].to(casts[i]) if i in casts else operand.meta["val"].detach()
         for i, operand in enumerate(operands)

@@ -1,4 +1,4 @@
-"""What functions of torch do in place of their own while a step is traced; `torch_private.PATCHES` says why.
+"""The stand-ins for functions of torch while a step is traced; `torch_private.PATCHES` says why.
 
 They stand in the place of torch's for the whole process. What other threads call does what it always does.
 """

@@ -63,7 +63,7 @@ def attention_with_dropout(
 
 @dataclass(frozen=True)
 class _Scores:
-    """How scores become weights of values; the fields as the arguments of `attention_with_dropout`."""
+    """The way from scores to weights; the fields are the arguments of `attention_with_dropout`."""
 
     p: float
     is_causal: bool
@@ -86,7 +86,7 @@ class _Scores:
         return product(*parts)
 
     def attend(self, at: Slices, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """What the queries of a block attend to; the tensors are those of the block."""
+        """Return what the queries of a block attend to; the tensors are those of the block."""
         if self.is_causal:
             first = self.offsets[-2] + at[-1].start
             keys = min(key.shape[-2], first + query.shape[-2])
@@ -137,7 +137,7 @@ class _Attention(torch.autograd.Function):
 def _blocks(
     scores: _Scores, result: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> Iterator[tuple[Slices, tuple[Tensor, Tensor, Tensor], Tensor | None]]:
-    """Where each block lies in the result, and its parts of query, key and value and of the mask."""
+    """Return where each block lies in the result, and its parts of query, key and value and of the mask."""
     most = _MOST_CPU if result.device.type == "cpu" else _MOST_GPU
     for at in scores.blocks(result.shape[:-2], result.shape[-2], key.shape[-2], most):
         parts = query[_within(query, at, True)], key[_within(key, at, False)], value[_within(value, at, False)]
@@ -150,7 +150,7 @@ def _grouped(heads: Tensor, groups: int) -> Tensor:
 
 
 def _within(tensor: Tensor, at: Slices, rows: bool) -> Slices:
-    """Where a block lies in a tensor whose dims broadcast to those of the scores; ``rows`` says that it has queries."""
+    """Return where a block lies in a tensor that broadcasts to the scores; ``rows`` says that it has queries."""
     leading = at[:-1][len(at) + 1 - tensor.ndim :]
     parts = zip(tensor.shape[:-2], leading, strict=True)
     queries = at[-1] if rows and tensor.shape[-2] > 1 else slice(None)

@@ -278,7 +278,7 @@ def log_normal(x: Tensor, mean: float, std: float, key: int, shape: Sizes, offse
 
 
 def geometric(x: Tensor, p: float, key: int, shape: Sizes, offsets: Sizes) -> Tensor:
-    """How many trials it takes to the first success, which has probability ``p``, in place of the numbers of ``x``."""
+    """Return the trials until the first success, of probability ``p``, in place of the numbers of ``x``."""
     drawn = randomness.fine(key, shape, offsets, x.shape, x.device)
     return _drawn(drawn.log_().div_(math.log1p(-p)).ceil_().clamp_min_(1).to(x.dtype), x)
 

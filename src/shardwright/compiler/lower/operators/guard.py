@@ -1,4 +1,4 @@
-"""What a program was given wrong on a GPU, told when the GPU has come to it."""
+"""The guard of a program on a GPU: wrong indices are reported when the GPU has come to them."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def convolution_bias_elsewhere(op: str, x: Tensor, weight: Tensor, bias: Tensor,
 
 
 def grouped_mm(x: Tensor, matrices: Tensor, ends: Tensor, first: int, last: int) -> Tensor:
-    """What `written.grouped_mm` gives of rows, for those from ``first`` to ``last``; ``ends`` counts them all."""
+    """Return `written.grouped_mm` of the rows from ``first`` to ``last``; ``ends`` counts them all."""
     return written.grouped_mm(x, matrices, ends.clamp(first, last) - first)
 
 

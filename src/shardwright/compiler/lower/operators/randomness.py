@@ -84,7 +84,7 @@ def stream(key: int, number: int) -> int:
 def kept(
     key: int, p: float, shape: Sequence[int], offsets: Sequence[int], local_shape: Sequence[int], device: torch.device
 ) -> Tensor:
-    """Which elements survive, as bools: each with probability ``1 - p``. Arguments as of `uniform`."""
+    """Return which elements survive, as bools: each with probability ``1 - p``. Arguments as of `uniform`."""
     threshold = round((1 - p) * _WORD)
     if threshold in (0, _WORD):
         return torch.full(tuple(local_shape), threshold > 0, device=device)
@@ -104,7 +104,7 @@ Mask = Callable[[Tensor, int, int, int], Tensor]
 
 @cache
 def one_kernel(device: torch.device) -> Mask | None:
-    """What makes a mask in one pass over memory in place of a dozen; None where that cannot be.
+    """Return what makes a mask in one pass over memory in place of a dozen; None where that cannot be.
 
     Torch compiles the kernel of the very operators that are called without it, once for all shapes, keys and
     thresholds. It is used after it has given the same bits here.
@@ -133,7 +133,7 @@ def one_kernel(device: torch.device) -> Mask | None:
 
 
 def _below(bases: Tensor, length: int, first: Tensor | int, second: Tensor | int, limit: Tensor | int) -> Tensor:
-    """Whether the words of runs are below a limit."""
+    """Return whether the words of runs are below a limit."""
     position = bases[:, None] + torch.arange(length, dtype=torch.int32, device=bases.device)
     return _finalised(position, first, second) < limit
 

@@ -268,7 +268,7 @@ class Seconds:
     backward_hidden: float = 0.0
 
     def hiding(self, share: float) -> Seconds:
-        """The same with all that the hardware hides: this share of it of the gradients, the rest of the backward."""
+        """Return the prices with all that the hardware hides: this share of the gradients, the rest of the backward."""
         hides = self.hardware.hides_gradients
         return replace(self, gradients_hidden=share * hides, backward_hidden=(1 - share) * hides)
 

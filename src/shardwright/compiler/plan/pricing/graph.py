@@ -135,7 +135,7 @@ def target_of(graph: RuledGraph, node: Node, index: int, strategy: Strategy, mes
 def targets_of(
     graph: RuledGraph, node: Node, index: int, strategies: Sequence[Strategy], mesh: Mesh
 ) -> tuple[Target, ...]:
-    """The same under each of several strategies."""
+    """Return the result for each of several strategies."""
     rule, value = graph.rules[node.name], graph.capture.values[node.operands[index]]
     known = _known(graph, mesh, ("target", id(rule), index, value.shape, value.needs_gradient))
     found: list[Target] = []
@@ -157,7 +157,7 @@ def made_by(graph: RuledGraph, node: Node, index: int, strategy: Strategy, mesh:
 def each_made_by(
     graph: RuledGraph, node: Node, index: int, strategies: Sequence[Strategy], mesh: Mesh
 ) -> tuple[Layout, ...]:
-    """The same under each of several strategies."""
+    """Return the result for each of several strategies."""
     rule, shape = graph.rules[node.name], graph.capture.values[node.results[index]].shape
     known = _known(graph, mesh, ("layout", id(rule), index, shape))
     found: list[Layout] = []

@@ -154,7 +154,7 @@ class Hardware:
         return f"the hardware profile {self.name} knows {known}, but a group of this mesh is {where} hosts{between}"
 
     def on_hosts(self, hosts: Sequence[str]) -> Hardware:
-        """The same hardware for ranks that stand on these hosts, rank 0's first."""
+        """Return the hardware for ranks that stand on these hosts, rank 0's first."""
         counts = {hosts.count(host) for host in hosts}
         alike = len(counts) == 1 and all(hosts[i] == hosts[i - i % min(counts)] for i in range(len(hosts)))
         # Hosts with different numbers of ranks, or ranks dealt out in turn: no block of ranks is surely inside one.

@@ -50,7 +50,7 @@ class WarmStart:
         return WarmStart((*domains,), [np.arange(size) for size in domains])
 
     def copied(self) -> WarmStart:
-        """The same, to which a search may add what is not true for others."""
+        """Return a copy to which a search may add what is not true for others."""
         return WarmStart(self.domains, list(self.left), dict(self.messages))
 
     @contextmanager
@@ -251,7 +251,7 @@ class Bounds:
         return variable, int(self._of_value[variable].argmin())
 
     def with_values(self, v: int, values: Sequence[int], *, out: bool = False) -> Bounds | None:
-        """The same with these values of a variable alone, or without them; None where nothing is possible then."""
+        """Return the bounds for these values of a variable alone, or without them; None where nothing is possible."""
         found = copy(self)
         for name in ("_left", "_alone", "_tables", "_of_value", "_least_of_table", "_least_alone"):
             setattr(found, name, list(getattr(self, name)))

@@ -215,7 +215,7 @@ class _PriceSearch:
 
     @property
     def is_close(self) -> bool:
-        """Whether something fits whose gap is not worth another search."""
+        """Return whether something fits whose gap is not worth another search."""
         return bool(self.fit) and self._least - self._bound <= self._budget.close * self._least
 
     def at(self, price: float, *, alone: bool = False) -> None:

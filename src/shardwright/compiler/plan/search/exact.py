@@ -59,7 +59,7 @@ def cost_at(tables: Iterable[Table], picked: Sequence[int]) -> float:
 
 
 def without_singles(tables: Sequence[Table], domains: Sequence[int]) -> list[Table]:
-    """The same costs over the variables that have a choice; what is one array stays one array."""
+    """Return the costs over the variables that have a choice; what is one array stays one array."""
     reshaped: dict[tuple[int, tuple[int, ...]], Costs] = {}
     found = []
     singles = {variable for variable, size in enumerate(domains) if size == 1}
@@ -136,7 +136,7 @@ def minimise(domains: Sequence[int], tables: Sequence[Table], limit: int = LIMIT
 
 
 def without_narrow(domains: Sequence[int], tables: Sequence[Table], limit: int) -> Reduced:
-    """The same problem without the variables around which no table has more entries than ``limit``."""
+    """Return the problem without the variables around which no table has more entries than ``limit``."""
     tables = without_singles(tables, domains)
     return _eliminated(_steps(tuple(domains), tuple(table.scope for table in tables), limit), tables, domains)
 
@@ -155,7 +155,7 @@ class Reduced:
     summed: tuple[tuple[Costs, ...], ...]
 
     def completed(self, picked: Sequence[int]) -> list[int]:
-        """The same assignment with the best value for every variable that was eliminated."""
+        """Return the assignment with the best value for every variable that was eliminated."""
         found = [*picked]
         known: dict[tuple[int, tuple[int, ...]], int] = {}
         for step, of in zip(reversed(self.steps), reversed(self.summed), strict=True):
@@ -380,7 +380,7 @@ def _least(tables: Sequence[Table], order: tuple[int, ...], domains: Sequence[in
 def _slab(
     tables: Sequence[Table], order: tuple[int, ...], domains: Sequence[int], at: int, some: slice
 ) -> tuple[list[Table], tuple[int, ...], list[int]]:
-    """The same for some values of a variable."""
+    """Return the table for some values of a variable."""
     variable, sizes = order[at], [*domains]
     sizes[variable] = some.stop - some.start
     cut = [Table(t.scope, t.costs[tuple(some if v == variable else slice(None) for v in t.scope)]) for t in tables]

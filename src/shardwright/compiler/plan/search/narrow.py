@@ -101,7 +101,7 @@ def least(
 
 
 def _among_left(tables: Sequence[Table], limit: int, below: float, enough: float, learned: WarmStart) -> Minimum:
-    """The same among the values that other searches have left."""
+    """Return the problem among the values that other searches have left."""
     left, sizes = list(learned.left), [len(values) for values in learned.left]
     if sizes != [*learned.domains]:
         tables = among(left, tables, {})

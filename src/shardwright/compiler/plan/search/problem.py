@@ -283,7 +283,7 @@ class Problem:
         return among(self._left, self.tables, {}) if self._left is not None else self.tables
 
     def among(self, left: Mapping[str, Indices]) -> Problem:
-        """The same variables and tables, of which some values alone are searched: of operators those that are ``left``.
+        """Return the problem with some values alone: of operators those that are ``left``.
 
         Of what consumers may share that is left which two of them may still demand.
         """

@@ -98,7 +98,7 @@ class PreparedSearch:
         return JoinedBuffers(self.both.main)
 
     def among(self, left: Mapping[str, Indices]) -> PreparedSearch:
-        """The same for some strategies of operators alone, by their names."""
+        """Return the search among some strategies of operators alone, by their names."""
         found = copy(self)  # what is held depends on the variables and the spaces, which stay the same
         found.__dict__["both"] = self.both.among(left)
         return found
@@ -179,7 +179,7 @@ def _free(both: _TwoStages, budget: Budget, below: float) -> Choice:
 
 
 def _nearer(both: _TwoStages, free: Choice, close: float) -> Choice:
-    """The same, or what costs less, with a bound that is nearer where the gap is more than ``close``."""
+    """Return this solution or a cheaper one, with a nearer bound where the gap is more than ``close``."""
     cost, bound = free.cost or 0.0, free.bound or 0.0
     if cost - bound <= close * cost:
         return free
@@ -229,7 +229,7 @@ class _TwoStages:
         return Problem(self._space, self._known, names - self.side)
 
     def among(self, left: Mapping[str, Indices]) -> _TwoStages:
-        """The same for some strategies of operators alone; side operators follow as before."""
+        """Return the stages among some strategies of operators alone; side operators follow as before."""
         found = copy(self)
         found.__dict__.pop("_without_sums", None)
         found._left, found.main = left, self.main.among(left)

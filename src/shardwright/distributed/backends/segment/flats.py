@@ -65,7 +65,7 @@ def cut(flat: Tensor, parts: int) -> list[Tensor]:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether its numbers lie in their order at its address."""
+    """Return whether its numbers lie in their order at its address."""
     return type(tensor) in _WITH_ADDRESSES and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
@@ -94,4 +94,4 @@ def flats_of(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], obje
 
 
 def _nothing() -> None:
-    """What need not be written back."""
+    """Write nothing back: the results lie where they belong."""

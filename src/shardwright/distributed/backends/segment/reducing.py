@@ -37,7 +37,7 @@ _MOST_KINDS = 1024  # that are remembered: batches of ever new sizes may have an
 
 
 class _Kind(NamedTuple):
-    """What calls on tensors of one dtype and size have in common."""
+    """The common part of calls on tensors of one dtype and size."""
 
     head: bytes  # behind the number, and what follows it on which all must agree
     elements: int
@@ -173,7 +173,7 @@ class NativeCollective:
 
     @property
     def one_stage(self) -> bool:
-        """Whether the others can end it, once this rank has come to it."""
+        """Return whether the others can end it, once this rank has come to it."""
         return self._kind.one_stage
 
     def advance(self, timeout_s: float) -> bool:
