@@ -138,7 +138,7 @@ def reference(draft: Draft) -> Held | None:
             made = program.made()
             try:
                 expected = plain(made)
-                noise, draws = (HALF, DRAWS) if draft.autocast else (1e-12, 1)
+                noise, draws = (HALF, DRAWS) if draft.autocast else (1e-12, 3)
                 moved = max(apart(plain(made, noise, seed), expected)[0] for seed in range(7, 7 + draws))
                 with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda kept: kept):
                     kept = plain(made)
