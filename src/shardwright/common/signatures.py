@@ -163,12 +163,6 @@ def keeps_statistics(operator: Any) -> bool:
     return any(argument.name == "running_mean" for argument in schema(operator).arguments)
 
 
-def is_pointwise(op: str) -> bool:
-    """Return whether ``"aten.add.Tensor"`` makes a new tensor, each number from those at the same place: the tags of an
-    operator are not documented."""
-    return torch.Tag.pointwise in getattr(_operator(op), "tags", ())
-
-
 # Those of torch's operators on lists that do not work entry by entry; operators on lists have no tags that tell.
 _NOT_ENTRYWISE = ("_foreach_norm", "_foreach_max", "_foreach_mm", "_foreach_powsum")
 _UNTAGGED = ("copy_", "fill_", "masked_fill_", "zero_")
