@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from gpu_first_steps import SMALL, Network, close, images, largest, loss_fn, losses, words
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import shardwright as sw
 from shardwright.cluster.bench.profile import measure_links
@@ -24,6 +25,8 @@ from shardwright.distributed.world import World
 from shardwright.errors import ShardwrightError
 from shardwright.launch.options.variables import BACKEND_VARIABLE
 
+# Bytes per rank that hold no whole copy of the small transformer with gradients and both moments, by ranks.
+BUDGETS = {2: "3.6MB", 4: "2.4MB"}
 COLUMNS = {"*.up": ((1, 1, 1), (2, 1)), "*.down": ((1, 1, 2), (1, 2))}
 
 
@@ -141,6 +144,71 @@ def two_ranks(world: World, quick: bool) -> dict[str, Any]:
     return {case.__name__: case(world) for case in cases}
 
 
+def _bf16_losses(model: Any, call: Callable[[], torch.Tensor], device: torch.device) -> list[float]:
+    def cast() -> torch.Tensor:
+        with torch.autocast(device.type, torch.bfloat16):
+            return call()
+
+    return losses(model, cast)
+
+
+def bf16(world: World) -> float:
+    """Three steps under autocast beside those of one device, which are told of as far as bf16 goes."""
+    worst = 0.0
+    for name, network in SMALL.items():
+        model, batch = network.made(world.device)
+        expected = _bf16_losses(model, lambda model=model, batch=batch: loss_fn(model, batch), world.device)
+        model, batch = network.made(world.device)
+        with torch.autocast(world.device.type, torch.bfloat16):
+            parallel = sw.parallelize(model, loss_fn, batch, "data", batch="global")
+        got = _bf16_losses(parallel, lambda parallel=parallel, batch=batch: parallel(batch), world.device)
+        worst = max(worst, close(f"{name} in bf16", got, expected, 2e-2))
+    return worst
+
+
+def within_a_budget(world: World) -> float:
+    """Parameters are split, and gathered once more in the backward where the plan says so."""
+    parallel, batch = split(world, "transformer", mode="auto", memory=BUDGETS[world.size], optimizer="adamw")
+    assert any(isinstance(parameter, DTensor) for parameter in parallel.parameters()), "nothing is split"
+    return close("within a budget", losses(parallel, lambda: parallel(batch)), plain("transformer"), 1e-9)
+
+
+def recomputed(world: World) -> float:
+    parallel, batch = split(world, "transformer", mode="data", recompute=("layers.*",))
+    return close("recomputed", losses(parallel, lambda: parallel(batch)), plain("transformer"), 1e-9)
+
+
+def compiled(world: World) -> float:
+    parallel, batch = split(world, "transformer", mode="semi-auto", pins=COLUMNS, compile=True)
+    return close("compiled", losses(parallel, lambda: parallel(batch)), plain("transformer"), 1e-9)
+
+
+def saved(world: World) -> float:
+    """Every rank writes its parts while steps overwrite them, and all load them again."""
+    parallel, batch = split(world, "transformer", mode="auto", memory=BUDGETS[world.size], optimizer="adamw")
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3)
+
+    def step() -> float:
+        loss = parallel(batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss)
+
+    step()
+    folder = "saved"  # in the folder in which all ranks run
+    sw.checkpoint.save(folder, parallel, optimizer, step=1, asynchronous=True)
+    expected = [step() for _ in range(3)]
+    sw.checkpoint.wait(parallel)
+    sw.checkpoint.load(folder, parallel, optimizer)
+    return close("saved", [step() for _ in range(3)], expected, 1e-9)
+
+
+def split_parameters(world: World, quick: bool) -> dict[str, Any]:
+    cases = (bf16, within_a_budget, recomputed, saved, *(() if quick else (compiled,)))
+    return {case.__name__: case(world) for case in cases}
+
+
 def groups(world: World, quick: bool) -> dict[str, Any]:
     """A group that rank 0 makes alone, then one of all; evaluations and other shapes while gradients are under way."""
     alone = sw.create_group([0])
@@ -243,7 +311,8 @@ def links(world: World, quick: bool) -> dict[str, Any]:
 
 
 FUNCTIONS = {
-    function.__name__: function for function in (two_ranks, groups, ids_and_dtypes, stalling, clean_exit, links)
+    function.__name__: function
+    for function in (two_ranks, split_parameters, groups, ids_and_dtypes, stalling, clean_exit, links)
 }
 
 

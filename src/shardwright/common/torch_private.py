@@ -586,9 +586,29 @@ def holders_of_memory(tensor: torch.Tensor) -> int:
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
-# What a class of tensors has in place of ``__torch_function__`` that sees operators by ``__torch_dispatch__`` alone:
+class _AsDispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Calls the ``__torch_dispatch__`` of subclasses of DTensor, which torch 2.11 passes over for its own."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for kind in types:
+            if "__torch_dispatch__" in vars(kind) and kind.__module__.startswith("shardwright."):
+                return kind.__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
+
+
+def _through_dispatch(kind: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """Call an operator so that it reaches the ``__torch_dispatch__`` of ``kind`` from Python code."""
+    with torch._C.DisableTorchFunctionSubclass(), _AsDispatched():  # type: ignore[no-untyped-call]
+        return func(*args, **(kwargs or {}))
+
+
+# What a class of DTensors has in place of ``__torch_function__`` that sees operators by ``__torch_dispatch__`` alone:
 # torch's own way would make its results of that class by a method that DTensors do not have.
-no_torch_function = torch._C._disabled_torch_function_impl
+no_torch_function: Any = (
+    classmethod(_through_dispatch)
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
+    else torch._C._disabled_torch_function_impl
+)
 
 
 def let_optimizers_take_lists(kind: type[torch.Tensor]) -> None:

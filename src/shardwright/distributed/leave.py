@@ -8,6 +8,7 @@ its threads, unless somebody holds a reference to it: DistributedDataParallel do
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from pathlib import Path
@@ -21,11 +22,26 @@ _GLOO_WORKER = "pt_gloo_runloop"
 _FUTEX_WAIT_BITSET = 9
 
 
-def leave(served_by_scheduler: Store | None) -> None:
-    """At exit, tell msrun's scheduler, which serves until all have left, and drop the group, peers alive or not."""
-    deadline_s = time.monotonic() + _EXIT_TIMEOUT_S
-    thread = threading.Thread(target=_drop_groups, args=(served_by_scheduler,), daemon=True)
+def leave_at_exit(served_by_scheduler: Store | None) -> None:
+    """At exit, tell msrun's scheduler, which serves until all have left, and drop the group, peers alive or not.
+
+    The thread that does so starts now: from Python 3.12 on an interpreter that ends starts none.
+    """
+    begin = threading.Event()
+
+    def drop() -> None:
+        begin.wait()
+        _drop_groups(served_by_scheduler)
+
+    thread = threading.Thread(target=drop, name="shardwright-leave", daemon=True)
     thread.start()
+    atexit.register(_leave, begin, thread)
+
+
+def _leave(begin: threading.Event, thread: threading.Thread) -> None:
+    """Let the thread drop the group, unless this is a forked process, which has no such thread."""
+    deadline_s = time.monotonic() + _EXIT_TIMEOUT_S
+    begin.set()
     thread.join(_EXIT_TIMEOUT_S)
     _wait_for_idle_workers(deadline_s)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -34,7 +33,7 @@ from shardwright.distributed.backends.table import (
 from shardwright.distributed.control import control_group, world_group
 from shardwright.distributed.devices import asked_device, device_type, gpu_index, host_names
 from shardwright.distributed.following import follow_device, measure_steps, switch_on_recorder
-from shardwright.distributed.leave import leave
+from shardwright.distributed.leave import leave_at_exit
 from shardwright.distributed.meeting import (
     Card,
     Deadline,
@@ -299,7 +298,7 @@ def _start(world: World, store: Store, launched: LaunchEnvironment, timeout: tim
         world = replace(world, backend=backends_of())
     _worlds[world_group()] = world
     _tell(world)
-    atexit.register(leave, store if launched.launcher == "msrun" else None)
+    leave_at_exit(store if launched.launcher == "msrun" else None)
     return world
 
 

@@ -39,7 +39,7 @@ _DATA: Any = Tensor.data
 class SplitTensor(DTensor):
     """A DTensor of a model that is split. `split_tensor` makes one."""
 
-    __torch_function__ = torch_private.no_torch_function  # type: ignore[assignment]
+    __torch_function__ = torch_private.no_torch_function
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
