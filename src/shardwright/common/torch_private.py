@@ -427,9 +427,21 @@ def run_decompositions(program: ExportedProgram, preserved: Iterable[Any]) -> Ex
     nothing is said of are decomposed by their own kernels, to the same operators.
     """
     kept = dict.fromkeys(preserved, _special_op_to_preserve_cia)
-    with patched("decompositions", _split_decomp_table_to_cia_and_python_decomp=lambda table: (kept, table)):
+    patch = patched("decompositions", _split_decomp_table_to_cia_and_python_decomp=lambda table: (kept, table))
+    with patch, recurrent_without_cudnn():
         decomposed: ExportedProgram = program.run_decompositions({})
     return decomposed
+
+
+@contextmanager
+def recurrent_without_cudnn() -> Iterator[None]:
+    """Within, recurrent layers on a GPU are computed as without cuDNN, which reads addresses that fake tensors lack."""
+    enabled = torch._C._get_cudnn_enabled()
+    torch._C._set_cudnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_cudnn_enabled(enabled)
 
 
 def executed_node(trace: TracebackType | None) -> torch.fx.Node | None:

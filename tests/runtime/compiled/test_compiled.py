@@ -85,6 +85,30 @@ def test_code_that_gives_other_numbers_is_not_used(float64):
         same(run(plan, model, batch, compiler=Wrong(says=False)), expected)
 
 
+class Rounding(Compiler):
+    """Makes code whose gradients are another by as much as bfloat16 rounds."""
+
+    def compile(self, function):
+        def other(*given):
+            result = function(*given)
+            return result + (result - result.detach()) * 2**-8
+
+        return other
+
+
+@pytest.mark.parametrize(("dtype", "told"), [(torch.bfloat16, 0), (torch.float32, 1)])
+def test_float32_gradients_of_products_in_bf16_may_differ_by_what_bf16_rounds(dtype, told):
+    def loss_fn(model, batch):
+        return (batch.to(dtype) @ model.weight.to(dtype).T).float().square().mean()
+
+    model, batch = nn.Linear(8, 8, bias=False), torch.randn(6, 8)
+    plan = plan_of(model, loss_fn, batch, Mesh.of(d=1), "data")
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        run(plan, model, batch, compiler=Rounding(says=False))
+    assert len([one for one in found if one.category is NotCompiled]) == told
+
+
 def test_many_shapes_of_batches_are_told():
     compiler = Compiler(says=True, backend=EARLY)
     with warnings.catch_warnings(record=True) as told:

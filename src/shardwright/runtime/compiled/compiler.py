@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwright.common import trees
 from shardwright.common.pulse import own_pulse
-from shardwright.common.torch_private import code_from_cache, compiled_code_directory
+from shardwright.common.torch_private import code_from_cache, compiled_code_directory, operators_called
 from shardwright.compiler.lower.call import DEVICE, Call, Name
 from shardwright.compiler.lower.program import Instruction, LocalProgram, function_of, given_to, unused, variables
 
@@ -113,6 +114,7 @@ MANY_PROGRAMS = 8
 """A program for each of so many shapes and kinds of step is more than the last batches of epochs make."""
 
 Function = Callable[..., Any]
+_Made = tuple[list[Tensor], list[Tensor]]  # results, and the gradients of what they were made of
 
 
 class NotCompiled(UserWarning):
@@ -222,7 +224,8 @@ class _Tried:
             warnings.simplefilter("ignore")  # of names that the compiler itself uses, and of what may be faster still
             try:
                 found = _results(self._compiled, given)
-                problem = difference(found, _results(self._plain, given))
+                expected, rounding = _with_rounding(lambda: _results(self._plain, given))
+                problem = difference(found, expected, rounding)
             except Exception as error:  # there are as many as there are ways to fail in a compiler
                 problem = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         self._note(time.perf_counter() - start_s, problem)
@@ -236,7 +239,7 @@ def _made(stretch: Stretch, scope: dict[str, Any]) -> Function:
     return made
 
 
-def _results(function: Function, given: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def _results(function: Function, given: Sequence[Tensor]) -> _Made:
     """Return what a function gives of the same tensors, and the gradients of these for some gradient of that."""
     copies = [_like(tensor) for tensor in given]
     results = function(*copies)
@@ -264,8 +267,35 @@ def _some(like: Tensor) -> Tensor:
     return torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=generator)
 
 
-def difference(found: tuple[list[Tensor], ...], expected: tuple[list[Tensor], ...]) -> str:
-    """Return what is wrong with tensors that are to be others to half of their digits, empty where nothing is.
+def _with_rounding(call: Callable[[], _Made]) -> tuple[_Made, float]:
+    """Return what a call gives, and the coarsest relative rounding of the floating-point numbers that it makes.
+
+    Float32 gradients of a product in bfloat16 are as exact as bfloat16 is, and a product in TF32 has its 10 bits.
+    """
+    coarsest = [0.0]
+
+    def noting(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = operator(*args, **kwargs)
+        coarsest.extend(_rounding(leaf) for leaf in trees.tree_leaves(result) if isinstance(leaf, Tensor))
+        return result
+
+    with operators_called(noting):
+        made = call()
+    return made, max(coarsest)
+
+
+def _rounding(tensor: Tensor) -> float:
+    """The relative rounding of a tensor's numbers; 0 where they are not rounded."""
+    dtype = tensor.dtype
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return 0.0
+    in_tf32 = tensor.is_cuda and dtype == torch.float32
+    in_tf32 &= torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32
+    return 2.0**-10 if in_tf32 else float(torch.finfo(dtype).eps)
+
+
+def difference(found: _Made, expected: _Made, rounding: float) -> str:
+    """Return what is wrong with tensors that are to be others to half of the digits of ``rounding``, "" for nothing.
 
     The measure is the largest deviation against the largest number of all gradients, or of a result.
     """
@@ -276,13 +306,10 @@ def difference(found: tuple[list[Tensor], ...], expected: tuple[list[Tensor], ..
         for one, other in zip(ours, theirs, strict=True):
             measure = largest if what == "gradients" else _largest(other)
             deviation = _deviation(one, other)
-            if not deviation <= _tolerance(other.dtype) * measure:
+            rounded = other.is_floating_point() or other.is_complex()
+            if not deviation <= (rounding**0.5 * measure if rounded else 0.0):
                 return f"the compiled code gives other {what}, which deviate by {deviation:.2g} of {measure:.2g}"
     return ""
-
-
-def _tolerance(dtype: torch.dtype) -> float:
-    return float(torch.finfo(dtype).eps) ** 0.5 if dtype.is_floating_point or dtype.is_complex else 0.0
 
 
 def _largest(tensor: Tensor) -> float:

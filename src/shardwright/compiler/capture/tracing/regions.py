@@ -6,7 +6,7 @@ Made functional as they are, regions lose where gradients are off, the lines of 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ NO_GRADIENT = "shardwright_no_gradient"  # the key of the annotation that gradie
 _Casts = Mapping[int, torch.dtype]  # operand, by its position among the tensors of a node -> to what it is cast
 # On which devices the kernel of an operator calls others that autocast casts, which tensors without values do not show.
 _CASTS_WITHIN: Column[str] = column(("bilinear", "cpu"))
+_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
 @dataclass(frozen=True)
@@ -297,4 +298,10 @@ def _computed(node: Node, operands: Sequence[Node], casts: _Casts) -> _Computed:
         for i, operand in enumerate(operands)
     }
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: vals.get(n, n.meta["val"]))
-    return _calls_of(list(vals.values()), lambda: node.target(*args, **kwargs))  # type: ignore[operator]
+    with kernels_to_trace(node.target.overloadpacket.__name__):  # type: ignore[union-attr]
+        return _calls_of(list(vals.values()), lambda: node.target(*args, **kwargs))  # type: ignore[operator]
+
+
+def kernels_to_trace(function: str) -> AbstractContextManager[None]:
+    """Return in what a function of that name is traced with tensors without values."""
+    return torch_private.recurrent_without_cudnn() if function in _RECURRENT else nullcontext()

@@ -27,7 +27,7 @@ from shardwright.compiler.capture.tracing.gradients import GradientTaken, Replay
 from shardwright.compiler.capture.tracing.in_place import Buffers, InPlace, refuse_detaching, refuse_setting_data
 from shardwright.compiler.capture.tracing.open_sizes import OpenSizes, Sizes
 from shardwright.compiler.capture.tracing.outside.copies import copy_of
-from shardwright.compiler.capture.tracing.regions import NO_GRADIENT
+from shardwright.compiler.capture.tracing.regions import NO_GRADIENT, kernels_to_trace
 from shardwright.compiler.capture.tracing.replaced import batch_norms_call, quiet_exporter, sizes_written_as_numbers
 from shardwright.compiler.capture.tracing.state.replay import Again, again
 from shardwright.compiler.capture.tracing.values import answers
@@ -97,8 +97,9 @@ class _Annotate(TorchFunctionMode):
         refuse_setting_data(func, where)
         refuse_detaching(name, args, where)
         before = self.in_place.before(args, kwargs or {})
+        annotation = {sources.SOURCE: source, NO_GRADIENT: _without_gradient(func, kwargs or {})}
         try:
-            with fx_traceback.annotate({sources.SOURCE: source, NO_GRADIENT: _without_gradient(func, kwargs or {})}):
+            with fx_traceback.annotate(annotation), kernels_to_trace(name):
                 result = written.in_place_of(func)(*args, **(kwargs or {}))
         except Exception:
             self.failed = self.failed or where
