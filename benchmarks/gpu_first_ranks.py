@@ -23,7 +23,6 @@ from shardwright.compiler.mesh.processes import communicator_over
 from shardwright.compiler.plan.pricing.hardware import for_device
 from shardwright.distributed.world import World
 from shardwright.errors import ShardwrightError
-from shardwright.launch.options.variables import BACKEND_VARIABLE
 
 # Bytes per rank that hold no whole copy of the small transformer with gradients and both moments, by ranks.
 BUDGETS = {2: "3.6MB", 4: "2.4MB"}
@@ -31,15 +30,10 @@ COLUMNS = {"*.up": ((1, 1, 1), (2, 1)), "*.down": ((1, 1, 2), (1, 2))}
 
 
 def joined(device: str) -> World:
-    """The world, whose ranks share the GPUs that there are, by gloo and by NCCL where that lets them."""
+    """The world, whose ranks share the GPUs that there are."""
     if device != "cuda":
         return sw.init(device="cpu")
-    local = int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
-    if os.environ.get(BACKEND_VARIABLE) == "nccl" and torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
-        torch.cuda.set_device(local)
-        dist.init_process_group("nccl")  # sw.init refuses it, and adopts what is there
-        return sw.init()
-    return sw.init(device=f"cuda:{local}")
+    return sw.init(device=f"cuda:{int(os.environ['LOCAL_RANK']) % torch.cuda.device_count()}")
 
 
 def plain(name: str, call: Callable[[nn.Module, Any], torch.Tensor] = loss_fn, steps: int = 3) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import statistics
 import subprocess
@@ -96,7 +97,7 @@ def losses(model: Any, call: Callable[[], torch.Tensor], steps: int = 3, scaler:
     found = []
     for _ in range(steps):
         loss = call()
-        found.append(float(loss))
+        found.append(float(loss.detach()))
         if scaler is None:
             loss.backward()
             optimizer.step()
@@ -146,7 +147,8 @@ def machine(device: torch.device, quick: bool) -> dict[str, Any]:
 @step("numbers")
 def numbers(device: torch.device, quick: bool) -> dict[str, Any]:
     found = {}
-    for name, network in SMALL.items():
+    torch.backends.cudnn.allow_tf32 = False  # which keeps 10 bits of the operands of convolutions
+    for name, network in (SMALL | RECURRENT).items():
         for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-4)):
             plain, batch = network.made(device, dtype)
             expected = losses(plain, lambda plain=plain, batch=batch: loss_fn(plain, batch))
@@ -222,25 +224,36 @@ def masks(device: torch.device, quick: bool) -> dict[str, Any]:
 def attention(device: torch.device, quick: bool) -> dict[str, Any]:
     from shardwright.compiler.lower.operators.kernels import attention_with_dropout
 
-    def run(where: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
+    def made(where: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
         torch.manual_seed(0)
-        heads = [torch.randn(shape, dtype=torch.float64).to(where, dtype).requires_grad_() for _ in range(3)]
+        return [torch.randn(shape, dtype=torch.float64).to(where, dtype).requires_grad_() for _ in range(3)]
+
+    def run(heads: list[torch.Tensor]) -> list[torch.Tensor]:
+        shape = heads[0].shape
         scores = (*shape[:-1], shape[-2])
         result = attention_with_dropout(*heads, None, 0.1, True, None, 5, scores, (0,) * len(shape))
-        result.square().mean().backward()
-        return [result.detach(), *(x.grad for x in heads if x.grad is not None)]
+        return [result.detach(), *torch.autograd.grad(result.square().mean(), heads)]
 
     small = (2, 4, 256, 32)
-    pairs = zip(run(device, small, torch.float64), run(torch.device("cpu"), small, torch.float64), strict=True)
+    pairs = zip(*(run(made(where, small, torch.float64)) for where in (device, torch.device("cpu"))), strict=True)
     worst = max(float((a.cpu() - b).abs().max() / b.abs().max()) for a, b in pairs)
     assert worst <= 1e-10, f"attention differs from the CPU's by {worst:.2g}"
     found: dict[str, Any] = {"beside the CPU": f"{worst:.2g}"}
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-        seconds = timed(lambda: run(device, (8, 16, 2048, 64), torch.bfloat16), device, 5)
+        heads = made(device, (8, 16, 2048, 64), torch.bfloat16)
+        seconds = timed(lambda: run(heads), device, 5)
         peak = torch.cuda.max_memory_allocated() / 2**30
         assert peak < 2, f"{peak:.2f} GiB for attention of 8x16x2048x2048"
+        plain = timed(
+            lambda: torch.autograd.grad(
+                nn.functional.scaled_dot_product_attention(*heads, dropout_p=0.1, is_causal=True).square().mean(), heads
+            ),
+            device,
+            5,
+        )
         found |= {"GiB at 8x16x2048x2048": round(peak, 2), "ms": round(seconds * 1e3, 1)}
+        found |= {"ms of torch's own": round(plain * 1e3, 1)}
     return found
 
 
@@ -270,25 +283,55 @@ def steady(device: torch.device, quick: bool) -> dict[str, Any]:
 
 @step("profile")
 def profile(device: torch.device, quick: bool) -> dict[str, Any]:
+    """Kernels of a step beside plain PyTorch's: their number and time, and by which of them ours is longer."""
+    found: dict[str, Any] = {}
+    for dropout in (0.0, 0.1):
+        network = Network(
+            lambda dropout=dropout: GPT(8192, width=1024, heads=16, layers=4, sequence_length=1024, dropout=dropout),
+            lambda: words(8192, 8, 1024),
+        )
+        kernels = {way: _kernels(network, device, way == "ours") for way in ("ours", "plain")}
+        for way, events in kernels.items():
+            found[f"dropout {dropout}, {way}"] = (
+                f"{sum(count for count, _ in events.values())} kernels, {sum(ms for _, ms in events.values()):.2f} ms"
+            )
+        none = (0, 0.0)
+        more = {
+            name: (
+                ours[0] - kernels["plain"].get(name, none)[0],
+                round(ours[1] - kernels["plain"].get(name, none)[1], 2),
+            )
+            for name, ours in kernels["ours"].items()
+        }
+        longest = sorted(more.items(), key=lambda item: -item[1][1])[:8]
+        found[f"dropout {dropout}, more in ours"] = [f"{c:+d} {ms:+.2f} ms {name}" for name, (c, ms) in longest]
+    return found
+
+
+def _kernels(network: Network, device: torch.device, ours: bool) -> dict[str, tuple[int, float]]:
+    """The kernels of one step in bf16 by name: how many, and the milliseconds that they take together."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiled
 
-    network = Network(
-        lambda: GPT(512, width=512, heads=8, layers=4, sequence_length=256, dropout=0.1), lambda: words(512, 8, 256)
-    )
-    found: dict[str, Any] = {}
-    for way in ("ours", "plain"):
-        model, batch = network.made(device)
-        made = sw.parallelize(model, loss_fn, batch, batch="global") if way == "ours" else model
-        call = (lambda made=made, batch=batch: made(batch)) if way == "ours" else lambda m=made, b=batch: loss_fn(m, b)
-        losses(made, call)
-        with profiled(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
-            losses(made, call, steps=1)
-            torch.cuda.synchronize()
-        kernels = [event for event in trace.events() if event.device_type.name == "CUDA"]
-        found[f"kernels, {way}"] = len(kernels)
-        found[f"copies, {way}"] = sum("Memcpy" in event.name for event in kernels)
-        found[f"busy ms, {way}"] = round(sum(event.device_time for event in kernels) / 1e3, 2)
+    model, batch = network.made(device)
+    with torch.autocast(device.type, torch.bfloat16):
+        made: Any = sw.parallelize(model, loss_fn, batch, batch="global") if ours else model
+
+    def step() -> None:
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = made(batch) if ours else loss_fn(made, batch)
+        loss.backward()
+
+    for _ in range(3):
+        step()
+    with profiled(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+        step()
+        torch.cuda.synchronize()
+    found: dict[str, tuple[int, float]] = {}
+    for event in trace.events():
+        if event.device_type.name == "CUDA":
+            count, ms = found.get(event.name[:90], (0, 0.0))
+            found[event.name[:90]] = count + 1, ms + event.device_time / 1e3
     return found
 
 
@@ -324,7 +367,7 @@ def saves(device: torch.device, quick: bool) -> dict[str, Any]:
 
 @step("pinned")
 def pinned(device: torch.device, quick: bool) -> dict[str, Any]:
-    from shardwright.checkpoint.saving.image import forget_error, room_of
+    from shardwright.checkpoint.saving.image import _forget_error, room_of
 
     size = (1 << 28) + 1  # of which torch's own allocator would take twice as much
     memory, source = room_of(size, pinned=True), torch.ones(size, dtype=torch.uint8, device=device)
@@ -340,7 +383,7 @@ def pinned(device: torch.device, quick: bool) -> dict[str, Any]:
     assert memory.count_nonzero() == size
     error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0))  # twice: refused by the driver
     assert error, "memory was pinned twice"
-    forget_error()
+    _forget_error()
     assert float((source.sum() * 2).item()) == 2 * size, "a kernel after an error that was told"
     assert asked_s < done_s / 4, f"who asks for a copy waits {asked_s:.3f} of {done_s:.3f} s"
     return {"ms to ask for a copy": round(asked_s * 1e3, 2), "ms until it is there": round(done_s * 1e3, 1)}
@@ -441,6 +484,32 @@ def speed_of_transformer(device: torch.device, quick: bool) -> dict[str, Any]:
     network = Network(
         lambda: GPT(50304, width=1024, heads=16, layers=12, sequence_length=1024), lambda: words(50304, 8, 1024)
     )
+    return _speed(network, device, quick)
+
+
+class Llama(nn.Module):
+    """A small Llama of transformers, as its users have it."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__()
+        import transformers
+
+        self.network = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, use_cache=False))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.network(input_ids=ids).logits
+        return logits
+
+
+@step("speed of a Llama")
+def speed_of_llama(device: torch.device, quick: bool) -> dict[str, Any]:
+    if importlib.util.find_spec("transformers") is None:
+        return {"left out": "transformers is not installed"}
+    if quick:
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+        return _speed(Network(lambda: Llama(**sizes, vocab_size=64), lambda: words(64, 8, 32)), device, quick)
+    sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 8, "num_attention_heads": 16}
+    network = Network(lambda: Llama(**sizes, num_key_value_heads=8), lambda: words(32000, 4, 2048))
     return _speed(network, device, quick)
 
 

@@ -103,6 +103,10 @@ PATCHES: Mapping[str, Patch] = {
         "an exported program is made functional",
         "torch goes through the operators of all libraries, 0.1 s a call, several times the trace of a small model",
     ),
+    "states of an LSTM": Patch(
+        "torch._decomp.decompositions", ("one_layer_lstm",), "a recurrent layer is traced",
+        "torch 2.11 and 2.12 give the last states a dim too many",
+    ),
     "group names": Patch(
         "torch.distributed.distributed_c10d", ("_process_group_name",), "a group is made by its members alone",
         "torch's name has the number of groups of this process, by which members wait for each other for ever",
@@ -428,18 +432,24 @@ def run_decompositions(program: ExportedProgram, preserved: Iterable[Any]) -> Ex
     """
     kept = dict.fromkeys(preserved, _special_op_to_preserve_cia)
     patch = patched("decompositions", _split_decomp_table_to_cia_and_python_decomp=lambda table: (kept, table))
-    with patch, recurrent_without_cudnn():
+    with patch, traceable_recurrent_layers():
         decomposed: ExportedProgram = program.run_decompositions({})
     return decomposed
 
 
 @contextmanager
-def recurrent_without_cudnn() -> Iterator[None]:
-    """Within, recurrent layers on a GPU are computed as without cuDNN, which reads addresses that fake tensors lack."""
+def traceable_recurrent_layers() -> Iterator[None]:
+    """Within, recurrent layers are traced: without cuDNN, which reads addresses that fake tensors lack."""
+
+    def one_layer(x: Any, hidden: Any, *others: Any, **named: Any) -> Any:
+        result, states = before["one_layer_lstm"](x, hidden, *others, **named)
+        return result, tuple(state.reshape(first.shape) for state, first in zip(states, hidden, strict=True))
+
     enabled = torch._C._get_cudnn_enabled()
     torch._C._set_cudnn_enabled(False)
     try:
-        yield
+        with patched("states of an LSTM", one_layer_lstm=one_layer) as before:
+            yield
     finally:
         torch._C._set_cudnn_enabled(enabled)
 
@@ -598,19 +608,15 @@ def holders_of_memory(tensor: torch.Tensor) -> int:
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
-class _AsDispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Calls the ``__torch_dispatch__`` of subclasses of DTensor, which torch 2.11 passes over for its own."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for kind in types:
-            if "__torch_dispatch__" in vars(kind) and kind.__module__.startswith("shardwright."):
-                return kind.__torch_dispatch__(func, types, args, kwargs)
-        return func(*args, **(kwargs or {}))
-
-
 def _through_dispatch(kind: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """Call an operator so that it reaches the ``__torch_dispatch__`` of ``kind`` from Python code."""
-    with torch._C.DisableTorchFunctionSubclass(), _AsDispatched():  # type: ignore[no-untyped-call]
+    """Call an operator so that it reaches ``kind.__torch_dispatch__``, which torch 2.11 passes over for DTensor's."""
+
+    def dispatched(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = pytree.tree_leaves((args, kwargs))
+        ours = any(isinstance(leaf, kind) for leaf in given)
+        return kind.__torch_dispatch__(func, (kind,), args, kwargs) if ours else func(*args, **kwargs)
+
+    with torch._C.DisableTorchFunctionSubclass(), operators_called(dispatched):
         return func(*args, **(kwargs or {}))
 
 

@@ -304,4 +304,4 @@ def _computed(node: Node, operands: Sequence[Node], casts: _Casts) -> _Computed:
 
 def kernels_to_trace(function: str) -> AbstractContextManager[None]:
     """Return in what a function of that name is traced with tensors without values."""
-    return torch_private.recurrent_without_cudnn() if function in _RECURRENT else nullcontext()
+    return torch_private.traceable_recurrent_layers() if function in _RECURRENT else nullcontext()
