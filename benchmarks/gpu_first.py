@@ -72,8 +72,9 @@ STEPS = (
         )
     ),
     *(
-        Step(f"split parameters, {ranks} ranks by {name}", "bf16, parameters within a budget, recomputation, saves of every "
-             "rank, compiled", limit_s, where, ranks, backend, function="split_parameters")
+        Step(f"split parameters, {ranks} ranks by {name}",
+             "bf16, parameters within a budget, recomputation, saves of every rank, compiled", limit_s, where, ranks,
+             backend, function="split_parameters")
         for ranks, name, limit_s, where, backend in (
             (2, "gloo", 150, "anywhere", "gloo"), (4, "gloo", 180, "anywhere", "gloo"),
             (2, "NCCL", 150, "two GPUs", "nccl"),
