@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from shardwright.data.collate import collate
 from shardwright.data.order import even_range
 from shardwright.data.remote import local_copy
 from shardwright.data.transforms import Keys, Transform
@@ -68,7 +69,7 @@ class LabelledImages(torch.utils.data.Dataset[tuple[Any, Tensor]]):
         What `sw.loader` calls, since taking rows of one tensor is many times faster than stacking samples.
         """
         if self.transform is not None and not isinstance(self.transform, Transform):
-            images, labels = torch.utils.data.default_collate(self.__getitems__(indices))
+            images, labels = collate(self.__getitems__(indices))
             return images, labels
         images, labels = self._rows(indices)
         if self.transform is not None:
@@ -76,7 +77,7 @@ class LabelledImages(torch.utils.data.Dataset[tuple[Any, Tensor]]):
         return images, labels
 
     def _rows(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        rows = torch.as_tensor(indices, dtype=torch.int64)
+        rows = torch.as_tensor(indices, dtype=torch.int64, device="cpu")
         return self._images[rows].float().div_(255), self._labels[rows]
 
 

@@ -62,7 +62,7 @@ class CharacterText(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
         unknown = sorted(set(text) - self._ids.keys())
         if unknown:
             raise DataError(f"the text that was read has no {', '.join(map(repr, unknown))}, so they have no id")
-        return torch.tensor([self._ids[character] for character in text], dtype=torch.int64)
+        return torch.tensor([self._ids[character] for character in text], dtype=torch.int64, device="cpu")
 
     def decode(self, ids: Tensor) -> str:
         """The text of ids of shape (characters,)."""
@@ -77,8 +77,8 @@ class CharacterText(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
 
     def gather(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         """The collated batch of one or more ``indices``: ids and targets of shape (n, sequence_length)."""
-        starts = torch.as_tensor(indices, dtype=torch.int64) * self.sequence_length
-        places = starts[:, None] + torch.arange(self.sequence_length)
+        starts = torch.as_tensor(indices, dtype=torch.int64, device="cpu") * self.sequence_length
+        places = starts[:, None] + torch.arange(self.sequence_length, device="cpu")
         return self._text[places], self._text[places + 1]
 
 

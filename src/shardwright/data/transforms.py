@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from shardwright.data.collate import collate
 from shardwright.data.order import GOLDEN, mixed
 from shardwright.errors import UsageError
 
@@ -157,9 +158,9 @@ class RandomCrop(Transform):
                 f"{images.shape[-2]} x {images.shape[-1]}"
             )
         tops, lefts = (keys.split(number).integers(room + 1) for number, room in enumerate(spare))
-        steps = torch.arange(self.size)
+        steps = torch.arange(self.size, device="cpu")
         rows, columns = tops[:, None] + steps, lefts[:, None] + steps
-        n, channels = torch.arange(len(images)), torch.arange(images.shape[1])
+        n, channels = (torch.arange(size, device="cpu") for size in images.shape[:2])
         return padded[n[:, None, None, None], channels[:, None, None], rows[:, None, :, None], columns[:, None, None]]
 
 
@@ -220,6 +221,6 @@ class Transformed(torch.utils.data.Dataset[Any]):
     def gather(self, indices: Sequence[int], seed: int = 0, epoch: int = 0) -> tuple[Tensor, ...]:
         """The collated batch of one or more ``indices``."""
         samples = [self.dataset[index] for index in indices]
-        collated = torch.utils.data.default_collate(samples)
+        collated = collate(samples)
         first, *rest = collated if isinstance(collated, (tuple, list)) else [collated]
         return self.transform(first, Keys.of(indices, seed, epoch)), *rest

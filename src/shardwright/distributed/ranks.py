@@ -205,13 +205,13 @@ class ProcessRanks:
 
     def _send(self, value: Any, to: int) -> None:
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        for tensor in (torch.tensor([len(data)]), data):
+        for tensor in (torch.tensor([len(data)], device="cpu"), data):
             self._wait(dist.isend(tensor, group=self.group, group_dst=to))
 
     def _receive(self, sender: int) -> Any:
-        length = torch.zeros(1, dtype=torch.int64)
+        length = torch.zeros(1, dtype=torch.int64, device="cpu")
         self._wait(dist.irecv(length, group=self.group, group_src=sender))
-        data = torch.empty(int(length), dtype=torch.uint8)
+        data = torch.empty(int(length), dtype=torch.uint8, device="cpu")
         self._wait(dist.irecv(data, group=self.group, group_src=sender))
         return pickle.loads(data.numpy().tobytes())
 

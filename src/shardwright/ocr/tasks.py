@@ -178,7 +178,7 @@ def _dictionary_problems(settings: Settings) -> list[str]:
 def _length_problems(settings: Settings) -> list[str]:
     width = _input_width(settings)
     with torch.device("meta"):
-        steps = _backbone(settings)(torch.zeros(1, 3, 32, width)).shape[-1]
+        steps = _backbone(settings)(torch.zeros(1, 3, 32, width, device="meta")).shape[-1]
     said = settings.loss.pred_seq_len
     return [] if said is None or said <= steps else [f"loss.pred_seq_len: the network gives {steps} steps, got {said}"]
 

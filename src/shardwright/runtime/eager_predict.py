@@ -62,7 +62,7 @@ class Prediction:
         joined = []
         for at, (is_rows, (shape, dtype)) in enumerate(zip(rows, first.kinds, strict=True)):
             if is_rows:
-                mine = tensors[at] if count else torch.empty(0, *shape[1:], dtype=dtype)
+                mine = tensors[at] if count else torch.empty(0, *shape[1:], dtype=dtype, device=self._device)
                 joined.append(_rows_of_all(mine.to(self._device), counts))
             else:
                 joined.append(next(others).to(self._device))

@@ -84,7 +84,7 @@ class ParallelModel(LikeModule):
 
     def _summed(self, mine: int) -> int:
         """Return the sum of the numbers of all ranks, who ask for it together."""
-        total = torch.tensor(mine)
+        total = torch.tensor(mine, device="cpu")
         with self._lockstep.call():
             self._lockstep.run(dist.all_reduce, total, group=control_group())
         return int(total)

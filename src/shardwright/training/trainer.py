@@ -82,7 +82,7 @@ class Trainer:
         self.world = current_world()
         self.scaler = gradient_scaler(precision, self.world.device)
         self.epoch, self.step, self.steps = 0, 0, 0
-        self.loss = torch.zeros(())
+        self.loss = torch.zeros((), device="cpu")
         self.evaluation: Evaluation | None = None
         self.evaluated = 0
         self.under_way = False

@@ -175,7 +175,7 @@ def _with_tensors(tree: Any) -> Any:
     """The tree with memory that nobody touches in the rooms: it is never really there."""
     if type(tree) is dict:
         return {key: _with_tensors(value) for key, value in tree.items()}
-    return torch.empty(tree.entry.shape, dtype=tree.entry.dtype) if isinstance(tree, _Room) else tree
+    return torch.empty(tree.entry.shape, dtype=tree.entry.dtype, device="cpu") if isinstance(tree, _Room) else tree
 
 
 def _fill_holes(source: Source, tree: dict[str, Any], path: str) -> None:

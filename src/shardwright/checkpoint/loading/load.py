@@ -82,7 +82,7 @@ def load(
             if isinstance(entry, ValueEntry):
                 continue
             if not isinstance(target, Tensor | TensorShard):
-                target = values[path] = torch.empty(entry.shape, dtype=entry.dtype)
+                target = values[path] = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
             jobs += _jobs(entry, target if isinstance(target, TensorShard) else TensorShard.of(path, target), rank)
     source.check_files()
     wait_copied()
@@ -94,7 +94,7 @@ def load(
 
 
 def read_box(source: Source, entry: TensorEntry, box: Box) -> Tensor:
-    part = torch.empty(box.sizes, dtype=entry.dtype)
+    part = torch.empty(box.sizes, dtype=entry.dtype, device="cpu")
     _run(source, _jobs_of(entry, box, part), source.folder.threads)
     return part
 
@@ -205,11 +205,11 @@ class _Slabs(threading.local):
     """Room for one slab per thread."""
 
     def __init__(self) -> None:
-        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def of(self, size_bytes: int) -> Tensor:
         if len(self.memory) < size_bytes:
-            self.memory = torch.empty(size_bytes, dtype=torch.uint8)
+            self.memory = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
         return self.memory[:size_bytes]
 
 

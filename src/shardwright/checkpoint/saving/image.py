@@ -50,7 +50,7 @@ class Image:
     """Memory of the host for the file of one rank, kept from one save to the next."""
 
     def __init__(self) -> None:
-        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def begin(self, prepared: Prepared, steady: Collection[str]) -> Copy:
         """Copy what is saved, but for the entries named in ``steady``, which `Copy.finish` copies."""
@@ -68,7 +68,7 @@ class Image:
 
     def _make_room(self, size: int, pinned: bool) -> None:
         if size > self.memory.numel():
-            self.memory = torch.empty(0, dtype=torch.uint8)  # give back the old before asking for the new
+            self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # give back the old before asking for the new
             self.memory = room_of(size + ROOM_BYTES, pinned)
 
 

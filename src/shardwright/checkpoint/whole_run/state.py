@@ -166,7 +166,8 @@ def _room_for(parameter: nn.Parameter, entry: TensorEntry) -> Tensor:
     if entry.shape == tuple(parameter.shape) and not (not entry.shape and entry.path[-1] in _NUMBERS):
         return torch.empty_like(parameter, dtype=entry.dtype, requires_grad=False)
     if not isinstance(parameter, DTensor) or not entry.shape:
-        return torch.empty(entry.shape, dtype=entry.dtype)  # where it belongs, `Optimizer.load_state_dict` knows
+        # Where it belongs, `Optimizer.load_state_dict` knows.
+        return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
     whole = torch.empty(entry.shape, dtype=entry.dtype, device=parameter.device)
     return DTensor.from_local(whole, parameter.device_mesh, run_check=False)
 

@@ -29,13 +29,13 @@ _LARGE_ENOUGH = 1 << 20
 def _numbers(rank: int, ranks: int, reduction: str, dtype: torch.dtype) -> Tensor:
     largest = _LARGEST.get(dtype, _LARGE_ENOUGH)
     generator = torch.Generator().manual_seed(7919 * rank + 1)
-    place = torch.arange(PERIOD)
+    place = torch.arange(PERIOD, device="cpu")
     if reduction == "prod":
         doublings = largest.bit_length() - 1
         may = (place + rank) % ranks < doublings
-        return 1 + may * torch.randint(0, 2, (PERIOD,), generator=generator)
+        return 1 + may * torch.randint(0, 2, (PERIOD,), generator=generator, device="cpu")
     most = 1000 if reduction in ("max", "min") else max(1, largest // ranks)
-    drawn = torch.randint(0, min(most, 1000, largest) + 1, (PERIOD,), generator=generator)
+    drawn = torch.randint(0, min(most, 1000, largest) + 1, (PERIOD,), generator=generator, device="cpu")
     return drawn * ((place + rank) % ranks < largest) if reduction == "sum" else drawn
 
 

@@ -116,7 +116,8 @@ def _around_s(world: World, speeds: DeviceSpeeds) -> float:
     given = torch.ones(4, 4, device=world.device)
 
     def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
-        return torch.as_tensor(model(batch)).sum()
+        total: Tensor = model(batch).sum()
+        return total
 
     with parallelize(nn.Linear(4, 4, bias=False), loss_fn, given, "single", batch="global") as parallel:
 

@@ -22,7 +22,7 @@ def outputs_alone(predict_fn: LossFunction) -> LossFunction:
 
     @functools.wraps(predict_fn, updated=())
     def beside_no_loss(model: Any, batch: Any) -> Any:
-        return torch.zeros(()), predict_fn(model, batch)
+        return torch.zeros((), device="cpu"), predict_fn(model, batch)
 
     return beside_no_loss
 

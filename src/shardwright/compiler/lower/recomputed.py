@@ -76,7 +76,7 @@ class _Run:
         self._inside, self._device = inside, device
         self._wanted = [tensor.requires_grad for tensor in given]
         with torch.enable_grad():
-            anchor = torch.empty(0, requires_grad=True)
+            anchor = torch.empty(0, requires_grad=True, device="cpu")
             self._given = _Given.apply(anchor, *(x.detach() for x in given))  # type: ignore[no-untyped-call]
         self._kept: list[tuple[torch.Size, torch.dtype]] = []
         self._made: dict[int, Tensor] = {}

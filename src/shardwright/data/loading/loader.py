@@ -17,8 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, default_collate, get_worker_info
+from torch.utils.data import DataLoader, get_worker_info
 
+from shardwright.data.collate import collate
 from shardwright.data.iterable import as_stream
 from shardwright.data.loading.batch import Batch
 from shardwright.data.loading.position import Batching, Collate, CutsBatches, HasRank, Position, Range, columns_of
@@ -191,8 +192,10 @@ class IndexedLoader(Loader):
             # One of our own, since DataLoader would draw the workers' seed from the user's generator.
             generator=torch.Generator().manual_seed(worker_seed(self._seed, begin.epoch, self._rank)),
         )
+        with torch.device("cpu"):  # where DataLoader draws the seed of its workers
+            read = iter(tensors)
         samples = begin.samples
-        for part, rows in zip(parts, tensors, strict=True):
+        for part, rows in zip(parts, read, strict=True):
             self._must_be(number)
             samples += part.global_size
             self._position = Position(begin.epoch, samples)
@@ -206,7 +209,7 @@ class _Rows(torch.utils.data.Dataset[Any]):
 
     def __init__(self, dataset: Any, collate_fn: Collate | None, seed: int) -> None:
         self._dataset = dataset
-        self._collate: Collate = default_collate if collate_fn is None else collate_fn
+        self._collate: Collate = collate if collate_fn is None else collate_fn
         self._gather = getattr(dataset, "gather", None) if collate_fn is None else None
         self._keyed = (
             self._gather is not None and {"seed", "epoch"} <= inspect.signature(self._gather).parameters.keys()
@@ -232,7 +235,7 @@ class _Rows(torch.utils.data.Dataset[Any]):
         try:
             samples = [] if self._draws else self._samples(chosen)
             self._draws = self._draws or numbers.drawn
-            if not self._draws and self._collate is default_collate:  # which draws nothing either
+            if not self._draws and self._collate is collate:  # which draws nothing either
                 restores = False
                 return self._collate(samples)
             seeds = sample_seeds(self._seed, epoch, chosen if self._draws else chosen[:1])

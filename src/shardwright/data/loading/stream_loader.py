@@ -7,8 +7,8 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import default_collate
 
+from shardwright.data.collate import collate
 from shardwright.data.iterable import Stream
 from shardwright.data.loading.batch import Batch
 from shardwright.data.loading.position import Batching, Collate, Loader, Position, Range, columns_of
@@ -30,7 +30,7 @@ class StreamLoader(Loader):
         super().__init__(batching)
         self.stream = stream
         self._anew = anew
-        self._collate: Collate = default_collate if batching.collate_fn is None else batching.collate_fn
+        self._collate: Collate = collate if batching.collate_fn is None else batching.collate_fn
 
     def _identity(self) -> dict[str, Any]:
         return {"stream": self.stream.name}

@@ -191,7 +191,8 @@ class TextImages(torch.utils.data.Dataset[Any]):
             if isinstance(step, NeedsLabel):
                 self._leave_out(step)
         self._ends = np.cumsum([each.size for each in self._sources])
-        self._failed = torch.zeros(len(self), dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
+        self._failed = torch.zeros(len(self), dtype=torch.uint8, device="cpu")
+        self._failed.share_memory_()  # type: ignore[no-untyped-call]
 
     def _leave_out(self, step: NeedsLabel) -> None:
         fitting = [source.fitting(step) for source in self._sources]

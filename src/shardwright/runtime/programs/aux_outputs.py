@@ -25,7 +25,7 @@ def refusing_gradients(tensors: Sequence[Tensor], labels: Sequence[str]) -> tupl
         labels: what a person calls each among what was returned beside the loss, empty where it is all of that.
     """
     # Were they what the function differentiates, each of its results would keep all of them.
-    anchor = torch.empty(0, requires_grad=True)
+    anchor = torch.empty(0, requires_grad=True, device="cpu")
     found: tuple[Tensor, ...] = _BesideTheLoss.apply(  # type: ignore[no-untyped-call]
         labels, anchor, *(tensor.detach() for tensor in tensors)
     )

@@ -91,6 +91,6 @@ def make_characters(options: CharacterData) -> Data:
 
 def make_table(options: TableData) -> Data:
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(options.samples, options.inputs, generator=generator)
-    y = torch.randn(options.samples, options.outputs, generator=generator)
+    x = torch.randn(options.samples, options.inputs, generator=generator, device="cpu")
+    y = torch.randn(options.samples, options.outputs, generator=generator, device="cpu")
     return Data(TensorDataset(x, y), TensorDataset(x, y), 0)

@@ -145,7 +145,7 @@ def _parallelize(experiment: Experiment, world: World) -> Any:
             batch_norm=options.batch_norm,
             hardware=options.hardware,
             memory=options.memory,
-            optimizer=make_optimizer(config.optimizer, [torch.nn.Parameter(torch.empty(1))], 1.0),
+            optimizer=make_optimizer(config.optimizer, [torch.nn.Parameter(torch.empty(1, device="cpu"))], 1.0),
             save_graphs=options.save_graphs,
             compile=options.compile,
         )

@@ -350,7 +350,7 @@ _ENTRIES = 15
 
 def _kept_after_a_step(make: Callable[[list[nn.Parameter]], Optimizer]) -> list[Tensor]:
     with torch.device("cpu"), torch.enable_grad():
-        parameter = nn.Parameter(torch.ones(3, _ENTRIES // 3, dtype=torch.float32))
+        parameter = nn.Parameter(torch.ones(3, _ENTRIES // 3, dtype=torch.float32, device="cpu"))
         optimizer = make([parameter])
         parameter.grad = torch.ones_like(parameter)
         optimizer.step()

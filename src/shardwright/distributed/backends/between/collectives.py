@@ -279,7 +279,8 @@ class Between(ByRows):
         into = dict(zip(outputs, (flat.view(torch.uint8) for flat in received), strict=True))
         lengths, awaited = ([len(of[r]) if r in of else 0 for r in range(self.size)] for of in (out, into))
         yield from self._fit(note, lengths, awaited)
-        row, arrived = _joined([out[r] for r in sorted(out)]), torch.empty(sum(awaited), dtype=torch.uint8)
+        row = _joined([out[r] for r in sorted(out)])
+        arrived = torch.empty(sum(awaited), dtype=torch.uint8, device="cpu")
         yield self.everyone.exchange(arrived, row, awaited, lengths)
         for rank, part in enumerate(torch.split(arrived, awaited)):
             if rank in into:
@@ -288,11 +289,11 @@ class Between(ByRows):
 
     def _fit(self, note: Note, lengths: Sequence[int], awaited: Sequence[int]) -> Steps:
         """Raise `WorldError`, on all ranks alike, where one awaits more or less from another than that sends."""
-        mine = torch.tensor([*lengths, *awaited])
+        mine = torch.tensor([*lengths, *awaited], device="cpu")
         table = mine.new_empty(self.size, len(mine))
         yield self.everyone.gather(table, mine)
         check_sizes(note, table.numpy(), self.names)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat(list(parts)) if parts else torch.empty(0, dtype=torch.uint8)
+    return torch.cat(list(parts)) if parts else torch.empty(0, dtype=torch.uint8, device="cpu")

@@ -124,7 +124,7 @@ class Moves:
         gloo has no call for that, but it gives up all connections when it has waited in vain for a message.
         """
         with suppress(RuntimeError):
-            self._gloo.recv([torch.empty(1)], (self.rank + 1) % self.size, 0).wait(_AT_ONCE)
+            self._gloo.recv([torch.empty(1, device="cpu")], (self.rank + 1) % self.size, 0).wait(_AT_ONCE)
 
 
 class Moving:

@@ -43,7 +43,7 @@ class Direct(Collectives):
     ) -> None:
         super().__init__(memory, rendezvous, names, backend)
         self._pids, self._slots_bytes = tuple(pids), SLOTS_BYTES if native else DIRECT_BYTES
-        self._scratch = torch.empty(self.size, _CHUNK_BYTES, dtype=torch.uint8)
+        self._scratch = torch.empty(self.size, _CHUNK_BYTES, dtype=torch.uint8, device="cpu")
 
     def _read(self, rank: int, address: int, into: Tensor) -> None:
         self._reach(read, rank, address, into)
@@ -195,7 +195,7 @@ def _copy(copy: Callable[..., int], pid: int, address: int, tensor: Tensor) -> N
 
 def can_reach(pid: int, address: int, expected: bytes) -> bool:
     """Return whether this process may read and write the memory of that one, and finds there what is ``expected``."""
-    found = torch.zeros(len(expected), dtype=torch.uint8)
+    found = torch.zeros(len(expected), dtype=torch.uint8, device="cpu")
     try:
         read(pid, address, found)
         if bytes(found.tolist()) != expected:

@@ -78,7 +78,7 @@ def flat_of(tensor: Tensor) -> tuple[Tensor, Callable[[], object]]:
     if is_plain(memory):
         # Where there is one element, its stride may be any.
         return memory.as_strided((memory.numel(),), (1,)), _nothing
-    copy = torch.empty(memory.numel(), dtype=memory.dtype)
+    copy = torch.empty(memory.numel(), dtype=memory.dtype, device="cpu")
     copy.view(memory.shape).copy_(memory)
     return copy, lambda: memory.copy_(copy.view(memory.shape))
 

@@ -112,7 +112,9 @@ class NativeCollectives:
 
 def _plain_of(tensor: Tensor) -> Tensor:
     """The tensor, or a copy whose numbers lie in their order."""
-    return tensor if is_plain(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.data)
+    return (
+        tensor if is_plain(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.data)
+    )
 
 
 @lru_cache(_MOST_KINDS)

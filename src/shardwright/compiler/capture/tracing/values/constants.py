@@ -104,7 +104,7 @@ class Constants:
 
 
 def _of_shape(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.zeros((), dtype=tensor.dtype).expand([int(size) for size in tensor.shape])
+    return torch.zeros((), dtype=tensor.dtype, device="cpu").expand([int(size) for size in tensor.shape])
 
 
 def _name(function: Any) -> str:

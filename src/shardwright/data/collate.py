@@ -1,0 +1,14 @@
+"""Samples to batches in the memory of the host, wherever `torch.set_default_device` makes tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.data import default_collate
+
+
+def collate(samples: list[Any]) -> Any:
+    """Return what torch's ``default_collate`` makes of samples; numbers and arrays become tensors of the CPU."""
+    with torch.device("cpu"):
+        return default_collate(samples)
