@@ -8,6 +8,11 @@ import torch.distributed as dist
 
 import shardwright as sw
 from ranks import run_ranks
+from shardwright.common.torch_private import job_store
+from shardwright.compiler.mesh.groups import SharedGroups
+from shardwright.compiler.mesh.mesh import Mesh
+from shardwright.distributed.backends.shm_group import LaneGroup
+from shardwright.distributed.control import group_for_messages
 from shardwright.errors import UsageError, WorldError
 
 
@@ -115,3 +120,39 @@ def one_after_the_other():
 
 def test_groups_of_the_same_ranks_one_after_the_other():
     assert run_ranks(3, one_after_the_other) == [[1.0, 1.0, 3.0], [1.0, 3.0, 1.0, 3.0, 3.0], [3.0, 3.0, 3.0]]
+
+
+def limits_of_groups(backend):
+    """The timeouts of every kind of group that is made beside the one of all ranks, in seconds."""
+    sw.init(backend, timeout=77)
+    mesh = Mesh.of(a=2, b=1)
+    made = [sw.create_group([0, 1]), *SharedGroups.of_world().take(mesh, [("b",)]), group_for_messages()]
+    limits = {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in made}
+    lanes = {group.lane.timeout_s for group in made if isinstance(group, LaneGroup)}
+    return len(made), limits | lanes
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_the_timeout_reaches_every_group(backend):
+    assert run_ranks(2, limits_of_groups, backend) == [(3, {77.0})] * 2
+
+
+def left_alone_in_a_group():
+    """The error of a collective of a new group to which rank 1 does not come, in the world that the script has made."""
+    dist.init_process_group("gloo")
+    sw.init(timeout=4)
+    group = sw.create_group([0, 1])
+    if dist.get_rank() == 1:
+        job_store().get("rank 0 has seen it")
+        return ""
+    try:
+        dist.all_reduce(torch.zeros(1), group=group)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        job_store().set("rank 0 has seen it", "")
+
+
+@pytest.mark.slow
+def test_a_collective_of_a_new_group_ends_with_the_timeout():
+    assert "4000ms" in run_ranks(2, left_alone_in_a_group, timeout=60)[0]

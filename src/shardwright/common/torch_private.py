@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import lru_cache
 from pkgutil import resolve_name
 from traceback import FrameSummary
@@ -172,7 +173,7 @@ def unbound() -> Iterator[None]:
         world.bound_device_id = bound
 
 
-def new_group_of_members(ranks: Sequence[int]) -> dist.ProcessGroup | None:
+def new_group_of_members(ranks: Sequence[int], timeout: timedelta | None = None) -> dist.ProcessGroup | None:
     """A group that its members alone make, all of them together; None on other ranks.
 
     ``new_group`` names such a group after its ranks and the number of groups that the process has. That number differs
@@ -186,7 +187,9 @@ def new_group_of_members(ranks: Sequence[int]) -> dist.ProcessGroup | None:
     name = distributed_c10d.GroupName(f"members {key} number {number}")
     device = distributed_c10d._get_default_group().bound_device_id
     with unbound(), patched("group names", _process_group_name=lambda *_, **__: name):
-        group: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True, device_id=device)
+        group: dist.ProcessGroup = dist.new_group(
+            list(ranks), timeout=timeout, use_local_synchronization=True, device_id=device
+        )
     return group
 
 

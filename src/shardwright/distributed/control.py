@@ -3,6 +3,7 @@ of the CPU, and for messages."""
 
 from __future__ import annotations
 
+from datetime import timedelta
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,6 +17,20 @@ from shardwright.distributed.backends.table import GLOO, backend_moving, moves
 # the default group itself, with which its backend comes and goes.
 _beside: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 _moves_cpu: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()  # by default group: it is asked each step
+
+
+# By the default group, for which it was given; torch gives other groups its own default.
+_timeouts: WeakKeyDictionary[dist.ProcessGroup, timedelta] = WeakKeyDictionary()
+
+
+def bound_collectives(timeout: timedelta) -> None:
+    """Bound the collectives of every group that is made beside the default group from now on."""
+    _timeouts[world_group()] = timeout
+
+
+def collective_timeout() -> timedelta | None:
+    """Return what bounds the collectives of a new group; None for torch's own default."""
+    return _timeouts.get(world_group())
 
 
 def world_group() -> dist.ProcessGroup:
@@ -51,7 +66,7 @@ def group_for_messages() -> dist.ProcessGroup:
     """A new group of all ranks that sends messages; all make it together."""
     finish_queued()
     with unbound():
-        group: dist.ProcessGroup = dist.new_group(backend=GLOO.registered)
+        group: dist.ProcessGroup = dist.new_group(timeout=collective_timeout(), backend=GLOO.registered)
     calm_receivers()
     return group
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from shardwright.common.torch_private import new_group_of_members
 from shardwright.distributed.backends.gloo_threads import calm_receivers
-from shardwright.distributed.control import finish_queued
+from shardwright.distributed.control import collective_timeout, finish_queued
 from shardwright.distributed.world import current_world
 from shardwright.errors import UsageError
 
@@ -95,7 +95,7 @@ def create_group(ranks: Sequence[int], rank_ids: Sequence[int] | None = None) ->
         )
     if world.rank in chosen:
         finish_queued()
-    group = new_group_of_members(chosen)
+    group = new_group_of_members(chosen, collective_timeout())
     calm_receivers()
     if group is None:  # torch's answer to the others, which everywhere else means the group of all ranks
         return _NOT_A_MEMBER

@@ -30,7 +30,7 @@ from shardwright.distributed.backends.table import (
     on_gpus,
     usual_backend,
 )
-from shardwright.distributed.control import control_group, world_group
+from shardwright.distributed.control import bound_collectives, control_group, world_group
 from shardwright.distributed.devices import asked_device, device_type, gpu_index, host_names
 from shardwright.distributed.following import follow_device, measure_steps, switch_on_recorder
 from shardwright.distributed.leave import leave_at_exit
@@ -98,8 +98,8 @@ def init(
     that mpirun started (`shardwright.distributed.backends.table`).
     ``init_method`` (``tcp://HOST:PORT`` or ``file:///PATH``), ``rank`` and ``world_size`` take the place of what the
     launcher says. ``timeout`` (seconds or timedelta) bounds the wait for the other ranks, 300 s unless given, and every
-    collective, torch's default unless given. A second call returns the same world; a process group that the script has
-    made itself is adopted.
+    collective of every group, torch's default unless given. A second call returns the same world; a process group that
+    the script has made itself is adopted: it keeps its own timeout, and groups that are made beside it get this one.
 
     Raises `WorldError` when the environment is incomplete, a rank is missing, comes twice or disagrees with
     the others, when a host has more ranks than GPUs, or when an earlier call set up another world; `UsageError` when
@@ -109,18 +109,19 @@ def init(
     use_temporary(os.environ)
     asked = asked_device(device)
     shm.register()  # also for groups; where the package is not installed torch has not found it by itself
+    limit = _timeout(timeout)
     if dist.is_initialized():
-        return _existing(backend, rank, world_size, asked)
+        world = _existing(backend, rank, world_size, asked)
+        if limit is not None:
+            bound_collectives(limit)
+        return world
     backend = backend or os.environ.get(BACKEND_VARIABLE) or None
     _check_backend(backend)
     launched = _launch_environment(init_method, rank, world_size)
     if backend is not None:
         backend_called(backend).prepare(launched)
-    timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if timeout_s is not None and timeout_s <= 0:
-        raise UsageError(f"timeout={timeout} must be more than 0 seconds")
     chosen = backend or _usual(asked)
-    deadline = Deadline.after(_MEETING_TIMEOUT_S if timeout_s is None else timeout_s)
+    deadline = Deadline.after(_MEETING_TIMEOUT_S if limit is None else limit.total_seconds())
     introduced = partial(_introduce, launched, chosen, device_type(asked, chosen), backend is not None)
     plain, store, cards = _meet(launched, introduced, deadline)
     cards = _by_place(cards)
@@ -129,7 +130,15 @@ def init(
     world = _world(cards, launched, asked)
     if on_gpus(world.backend):  # whose watchdogs would call Python at any time, also at its end
         store = open_part(plain, launched.job, launched.secret)
-    return _start(world, store, launched, None if timeout_s is None else timedelta(seconds=timeout_s))
+    return _start(world, store, launched, limit)
+
+
+def _timeout(given: float | timedelta | None) -> timedelta | None:
+    """Return the timeout that was given; raises `UsageError` where it is none."""
+    limit = timedelta(seconds=given) if isinstance(given, int | float) else given
+    if limit is not None and limit <= timedelta():
+        raise UsageError(f"timeout={given} must be more than 0 seconds")
+    return limit
 
 
 def _usual(asked: torch.device | None) -> str:
@@ -291,6 +300,8 @@ def _start(world: World, store: Store, launched: LaunchEnvironment, timeout: tim
         timeout=timeout,
         device_id=world.device if bound else None,
     )
+    if timeout is not None:
+        bound_collectives(timeout)
     calm_receivers()
     # A rank that left at once would break the connections that others are still making.
     dist.barrier(control_group())

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.distributed.backends.gloo_threads import calm_receivers
-from shardwright.distributed.control import finish_queued, world_group
+from shardwright.distributed.control import collective_timeout, finish_queued, world_group
 
 Axes = tuple[str, ...]
 
@@ -71,7 +71,8 @@ class SharedGroups:
             return world_group()
         if self._is_missing(mesh, axes):
             # Every rank makes every group along the axes, in one order, as c10d demands.
-            groups = {members: dist.new_group(list(members)) for members in mesh.groups(axes)}
+            timeout = collective_timeout()
+            groups = {members: dist.new_group(list(members), timeout=timeout) for members in mesh.groups(axes)}
             mine = mesh.group(self._rank, axes)
             self._made[mine] = _Made(groups[mine])
             calm_receivers()
