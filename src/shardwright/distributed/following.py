@@ -20,6 +20,7 @@ import torch
 
 from shardwright.common.pulse import Pulse
 from shardwright.common.step_lines import Steps
+from shardwright.common.threads import Thread
 from shardwright.common.torch_private import flight_recorder
 from shardwright.launch.hosts.network import Wire
 
@@ -77,7 +78,7 @@ class Follower:
     def __init__(self, pulse: Pulse, recorded: Callable[[], str]) -> None:
         self._pulse, self._recorded = pulse, recorded
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._follow, daemon=True)
+        self._thread = Thread(self._follow, daemon=True)
         self._thread.start()
 
     def end(self) -> None:

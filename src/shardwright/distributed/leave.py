@@ -16,6 +16,8 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # documented, but not listed
 
+from shardwright.common.threads import Thread
+
 _EXIT_TIMEOUT_S = 10.0
 _SAMPLE_S = 0.002
 _GLOO_WORKER = "pt_gloo_runloop"
@@ -33,7 +35,7 @@ def leave_at_exit(served_by_scheduler: Store | None) -> None:
         begin.wait()
         _drop_groups(served_by_scheduler)
 
-    thread = threading.Thread(target=drop, name="shardwright-leave", daemon=True)
+    thread = Thread(drop, "shardwright-leave", daemon=True)
     thread.start()
     atexit.register(_leave, begin, thread)
 

@@ -20,12 +20,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]  # documented, but not listed
 
+from shardwright.common.threads import Thread
 from shardwright.common.torch_private import job_store
 from shardwright.distributed.backends.table import backend_moving
 from shardwright.distributed.control import world_group
@@ -214,7 +216,7 @@ class Lockstep:
     def answer_aside(self) -> None:
         """Let a thread answer others, where this one may be in a collective and cannot: they, at least, learn of it."""
         if self._aside is None and self._store is not None:
-            self._aside = threading.Thread(target=self._answer, args=(self._store,), daemon=True)
+            self._aside = Thread(partial(self._answer, self._store), daemon=True)
             self._aside.start()
 
     def _answer(self, store: Store) -> None:

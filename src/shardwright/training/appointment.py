@@ -20,6 +20,8 @@ from collections.abc import Callable
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # documented, but not listed
 
+from shardwright.common.threads import Thread
+
 _WISH, _PASSED = "wish", "passed"
 _LOOK_S = 0.25  # at the store, and 1 ms more for each rank: 1,000 ranks ask it 800 times a second
 _ANSWERS_S = 0.01  # between looks while the others' numbers, or the appointment, are awaited
@@ -45,7 +47,7 @@ class Appointments:
         self._closed = threading.Event()
         self._failed: Exception | None = None
         self._tick: Callable[[float], object] = tick or self._closed.wait
-        self._thread = threading.Thread(target=self._look, name="shardwright-appointments", daemon=True)
+        self._thread = Thread(self._look, "shardwright-appointments", daemon=True)
         self._thread.start()
 
     def wish(self, what: str) -> None:

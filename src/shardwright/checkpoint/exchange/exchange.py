@@ -11,7 +11,6 @@ import pickle
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from shardwright.checkpoint.saving.save import TO_SAVE, save
 from shardwright.checkpoint.storage.folders import file_system
 from shardwright.checkpoint.storage.objects import open_store
 from shardwright.checkpoint.whole_run.state import model_state, module_of, put_model_state
+from shardwright.common.threads import thread_pool
 from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.errors import CheckpointError, UsageError
@@ -276,7 +276,7 @@ def split(
             barrier.abort()
             raise
 
-    with ThreadPoolExecutor(ranks) as pool:
+    with thread_pool(ranks) as pool:
         saved, *_ = pool.map(save_part, range(ranks))
     assert saved is not None
     return saved

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from shardwright.checkpoint.format.manifest import BLOCK_BYTES, LATEST, MANIFEST, Extent, Manifest, TensorEntry
@@ -19,6 +18,7 @@ from shardwright.checkpoint.loading.source import (
 )
 from shardwright.checkpoint.storage.folders import Folder, open_folder
 from shardwright.checkpoint.storage.objects import MARK
+from shardwright.common.threads import thread_pool
 from shardwright.errors import CheckpointError
 from shardwright.launch.progress_notes import waiting_for
 
@@ -145,7 +145,7 @@ def _containers(source: Source, sizes: dict[str, int]) -> Iterator[Damage]:
         if lost:
             more = f" and {len(lost) - _NAMED} more" if len(lost) > _NAMED else ""
             yield Damage(file, None, f"its end is missing, where these lay: {', '.join(lost[:_NAMED])}{more}")
-        with ThreadPoolExecutor(source.folder.threads) as pool:
+        with thread_pool(source.folder.threads) as pool:
             for damage in pool.map(lambda item: _blocks(source, *item), inside):
                 yield from damage
 

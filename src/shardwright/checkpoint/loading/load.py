@@ -12,7 +12,6 @@ import math
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -28,6 +27,7 @@ from shardwright.checkpoint.loading.match import Match, Path, Rename, match
 from shardwright.checkpoint.loading.source import BlockRead, Source, open_source
 from shardwright.checkpoint.saving.asynchronous import wait_copied
 from shardwright.checkpoint.storage.folders import Folder
+from shardwright.common.threads import thread_pool
 from shardwright.errors import CheckpointError
 
 SLAB_BYTES = 16 << 20
@@ -193,7 +193,7 @@ def _run(source: Source, jobs: Sequence[_Job], threads: int) -> None:
     if threads == 1 or len(jobs) < 2:
         work()
         return
-    with ThreadPoolExecutor(threads) as pool:
+    with thread_pool(threads) as pool:
         try:
             for result in [pool.submit(work) for _ in range(threads)]:
                 result.result()

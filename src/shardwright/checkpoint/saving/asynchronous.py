@@ -25,6 +25,7 @@ from shardwright.checkpoint.format.pieces import State
 from shardwright.checkpoint.saving.image import Copy, Image
 from shardwright.checkpoint.saving.save import TO_SAVE, prepare, write
 from shardwright.checkpoint.storage.store import Store
+from shardwright.common.threads import Thread
 from shardwright.distributed.agreement import attempt
 from shardwright.distributed.control import group_for_messages
 from shardwright.distributed.ranks import TIMEOUT_S, OneRank, ProcessRanks, Ranks, alone
@@ -167,7 +168,7 @@ class AsyncSaver:
             print(f"a checkpoint was under way when this process ended: {error}", file=sys.stderr)
 
 
-class _Thread(threading.Thread):
+class _Thread(Thread):
     """Copies what is left to be copied, and writes; the end of the process waits for it.
 
     ``writing`` writes all of it, or where it is told of a failure, tells the other ranks.
@@ -176,7 +177,7 @@ class _Thread(threading.Thread):
     def __init__(
         self, name: str, copy: Copy | None, failure: str | None, writing: Callable[[str | None], Manifest | None]
     ) -> None:
-        super().__init__(name=f"saving {name}", daemon=False)
+        super().__init__(self._work, f"saving {name}", daemon=False)
         self.copy = copy
         self.writing = writing
         self.copied = threading.Event()
@@ -193,7 +194,7 @@ class _Thread(threading.Thread):
             self.copied.set()
             _copies.discard(self.copied)
 
-    def run(self) -> None:
+    def _work(self) -> None:
         try:
             self.finish_copy()  # at the loop's own priority: its next step may wait for this
             _give_way()

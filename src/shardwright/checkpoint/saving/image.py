@@ -80,14 +80,12 @@ class Copy:
         self._order = [container.part for container in containers]
         self._places: dict[Part, Extent] = {}
         self._later = [container for container in containers if container.version is not None]
-        self._on_device = [c for c in containers if isinstance(c.source, Tensor) and c.source.is_cuda]
+        self._on_device = {c: c.source for c in containers if isinstance(c.source, Tensor) and c.source.is_cuda}
         for container in containers:
             if container.version is None:
                 self._put(container)
         # What follows on the device is in the order of the training's own work; the rest goes beside it.
-        self._beside: Any = torch.cuda.Stream() if self._on_device else None  # type: ignore[no-untyped-call]
-        if self._beside is not None:
-            self._beside.wait_stream(torch.cuda.current_stream())
+        self._beside = _streams_beside([tensor.device for tensor in self._on_device.values()])
         self._size_bytes = sum(container.frame.length for container in containers)
 
     def finish(self) -> None:
@@ -97,16 +95,17 @@ class Copy:
             CheckpointError: where a tensor is not what it was when the copy began.
         """
         on_device = self._on_device
-        with nullcontext() if self._beside is None else torch.cuda.stream(self._beside):
-            for container in self._later:
+        for container in self._later:
+            tensor = on_device.get(container)
+            with nullcontext() if tensor is None else torch.cuda.stream(self._beside[tensor.device]):
                 self._put(container)
-        if self._beside is not None:
-            self._beside.synchronize()
+        for stream in self._beside.values():
+            stream.synchronize()
         for container in self._later:
             assert isinstance(container.source, Tensor)
             if version(container.source) != container.version:
                 raise CheckpointError(_changed(container.part[0]))
-        self._later, self._on_device = [], []  # what was copied may be given back by its owner
+        self._later, self._on_device = [], {}  # what was copied may be given back by its owner
         for container in on_device:
             self._seal(container)
 
@@ -153,6 +152,18 @@ class Copy:
                 target[low:high] = data[low - frame.data : high - frame.data]  # without the interpreter's lock
             sums.append(checksum(target[first:last]))
         self._places[container.part] = Extent("", start, frame.length, frame.data, tuple(sums))
+
+
+def _streams_beside(devices: Collection[torch.device]) -> dict[torch.device, Any]:
+    """Return a new stream for each of these GPUs, which begins when the GPU has done what it was asked for so far.
+
+    It is of that GPU, whichever is the current one: a stream of another would neither order nor await its copies.
+    """
+    streams: dict[torch.device, Any] = {}
+    for device in dict.fromkeys(devices):
+        streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        streams[device].wait_stream(torch.cuda.current_stream(device))
+    return streams
 
 
 def _changed(name: str) -> str:

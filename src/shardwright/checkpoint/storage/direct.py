@@ -12,10 +12,12 @@ import errno
 import fcntl
 import mmap
 import os
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
+
+from shardwright.common.threads import thread_pool
 
 BUFFER_BYTES = 8 << 20
 ALIGNMENT_BYTES = 4096
@@ -32,7 +34,7 @@ class DirectFile:
         self._set_direct(True)
         self._buffers = [mmap.mmap(-1, BUFFER_BYTES), mmap.mmap(-1, BUFFER_BYTES)]
         self._arrays = [np.frombuffer(buffer, dtype=np.uint8) for buffer in self._buffers]
-        self._thread = ThreadPoolExecutor(1, "checkpoint file")
+        self._thread = thread_pool(1, "checkpoint file")
         self._writing: Future[None] | None = None
         self._start = 0  # of the buffer in the file
         self._filled = 0

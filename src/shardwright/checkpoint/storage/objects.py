@@ -24,6 +24,7 @@ from shardwright.checkpoint.format.manifest import LATEST, MANIFEST, Manifest
 from shardwright.checkpoint.storage.files import Locked
 from shardwright.checkpoint.storage.folders import file_system
 from shardwright.checkpoint.storage.store import KEEP_ALL, LOCK, Retention, Save, Store
+from shardwright.common.threads import Thread
 from shardwright.errors import CheckpointError
 
 MARK = ".saving"
@@ -242,7 +243,7 @@ class ObjectLock:
         self._beats = itertools.count()
         self._ended = threading.Event()
         self._at_it = threading.Lock()  # a file is empty for an instant while it is written
-        self.thread = threading.Thread(target=self._keep, name="checkpoint lock", daemon=True)
+        self.thread = Thread(self._keep, "checkpoint lock", daemon=True)
 
     def begin(self) -> None:
         """Write it for the first time, where there is none.

@@ -12,12 +12,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from shardwright.common.threads import Thread
 from shardwright.compiler.mesh.collectives import Axes
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.mesh.redistribute import Collective, CollectiveKind
@@ -144,7 +145,7 @@ class _Simulation:
         self.grad_enabled = torch.is_grad_enabled()
         self.ranks = [
             # Daemons: a rank that never comes back must not keep the process alive.
-            _Rank(threading.Thread(target=self._rank_main, args=(index,), daemon=True), torch.get_rng_state())
+            _Rank(Thread(partial(self._rank_main, index), daemon=True), torch.get_rng_state())
             for index in range(mesh.size)
         ]
         self.ready = deque(range(mesh.size))

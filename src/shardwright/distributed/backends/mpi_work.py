@@ -24,6 +24,7 @@ from mpi4py import MPI
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]  # documented, but not listed
 
+from shardwright.common.threads import Thread
 from shardwright.distributed.backends.work import CollectiveWork, Steps, Task
 
 _LOOK_S = 1.0
@@ -124,7 +125,7 @@ class Watch:
         self._waits: dict[int, _Wait] = {}
         self._keys = iter(range(sys.maxsize))
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="mpi-watch", daemon=True)
+        self._thread = Thread(self._look, "mpi-watch", daemon=True)
         self._thread.start()
 
     @contextlib.contextmanager
@@ -193,7 +194,7 @@ class Lane:
                 self._waiting += 1
                 self._queue.put((work, task, what, number))
                 if self._thread is None:
-                    self._thread = threading.Thread(target=self._serve, name=f"mpi-{self.group}", daemon=True)
+                    self._thread = Thread(self._serve, f"mpi-{self.group}", daemon=True)
                     self._thread.start()
         if not behind:
             self._do(work, task, what, number)

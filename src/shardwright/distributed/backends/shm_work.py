@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from shardwright.common.threads import Thread
 from shardwright.distributed.backends.between.moving import Awaited
 from shardwright.distributed.backends.segment.collectives import Collectives
 from shardwright.distributed.backends.segment.memory import DATA_BYTES, Process
@@ -257,7 +258,7 @@ class Lane:
             self.finish(work, None)
             return
         if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="shm", daemon=True)
+            self._thread = Thread(self._serve, "shm", daemon=True)
             self._thread.start()
         self._queue.put(work)
 
