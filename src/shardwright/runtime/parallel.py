@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Any, Literal, get_args
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -26,6 +27,7 @@ from shardwright.compiler.plan.request import Inputs, PlanRequest, inputs_proble
 from shardwright.compiler.plan.searches import MODES, SEARCHES, MindSporeMode, Mode, SearchName, mode_called
 from shardwright.compiler.rules.register import registered_rules
 from shardwright.distributed.agreement import agree
+from shardwright.distributed.precision import Precision, precision_problem, within
 from shardwright.distributed.world import current_world
 from shardwright.errors import CaptureError, UsageError
 from shardwright.launch.options.save_graphs import SaveGraphs
@@ -73,6 +75,8 @@ def parallelize(
     init: Init | None = None,
     compile: bool = False,
     checks: Checks = "usual",
+    precision: Precision | None = None,
+    reduce_dtype: torch.dtype | None = None,
 ) -> ParallelModel:
     """Train ``model`` on all ranks as on one; every rank calls this with the same model and arguments.
 
@@ -122,6 +126,11 @@ def parallelize(
             for later runs.
         checks: "usual" compares what ranks hold alike, and whole batches that all pass, in the first steps and then in
             one of a hundred; "full" in each step, to find in development which step parts them.
+        precision: what steps compute in, with the parameters as they are: "bf16" or "fp16" call ``loss_fn`` and
+            ``predict_fn`` within autocast of the device, "float32" without any; by default as it is around the call.
+            Losses in "fp16" need a scaler (``torch.amp.GradScaler``), which `Trainer` brings.
+        reduce_dtype: the dtype in which gradients are summed over ranks, as ``torch.bfloat16``, which moves half the
+            bytes of float32 and rounds more; by default the dtype of each parameter, also under autocast.
 
     What it returns uses process groups until its ``close()``, the end of a ``with sw.parallelize(...) as parallel:``,
     or that of the process; those that no other model and no DTensor uses end with that.
@@ -149,6 +158,7 @@ def parallelize(
     except UsageError as error:
         problem = problem or str(error)
     problem = problem or problem_with_sample(sample_batch) or init_problem(init)
+    problem = problem or precision_problem(precision, reduce_dtype)
     problem = problem or compile_problem(compile, world.device.type) or checks_problem(checks)
     lazy = [name for name, p in model.named_parameters() if is_lazy(p)]
     if lazy:
@@ -159,7 +169,7 @@ def parallelize(
     shapes = {n: f"{list(p.shape)} {p.dtype}" for n, p in model.named_parameters() if not is_lazy(p)}
     options = {"mode": called, "search": search, "mesh": str(mesh), "gradients": gradients, "batch": batch}
     options |= {"dynamic": str(dynamic), "memory": str(limit), "optimizer": str(states), "recompute": str(patterns)}
-    options |= {"compile": str(compile), "checks": checks}
+    options |= {"compile": str(compile), "checks": checks, "precision": precision, "reduce_dtype": str(reduce_dtype)}
     agree(
         "parallelize",
         {"the arguments": options, "the model's parameters": shapes}
@@ -170,12 +180,15 @@ def parallelize(
     devices = mesh_for(mesh, world.size)
     priced = hardware_of(world, known)
     request = PlanRequest(devices, called, search, inputs, priced, memory=limit, optimizer=states, recompute=patterns)
+    loss_fn = within(precision, world.device, loss_fn)
+    predict_fn = predict_fn and within(precision, world.device, predict_fn)
     predict = predict_fn and outputs_alone(predict_fn)
-    planner = Planner(Captures(model, loss_fn, pins or {}, batch_norm, predict, dynamic, world.device), request)
+    captures = Captures(model, loss_fn, pins or {}, batch_norm, predict, dynamic, world.device, reduce_dtype)
+    planner = Planner(captures, request)
     try:
         return Parallel(planner, sample_batch, Options(batch, gradients, dumps, init, compile, checks), world, plan)
     except CaptureError as error:
-        needed = MODES[called].captured or limit is not None or patterns or compile
+        needed = MODES[called].captured or limit is not None or patterns or compile or reduce_dtype
         if needed or (isinstance(error, ChangesParameterError) and world.size > 1):
             raise
         if batch_norm == "global" and _has_batch_norm(model):

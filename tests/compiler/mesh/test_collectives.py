@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from shardwright.compiler.capture.ir import Value
 from shardwright.compiler.lower.call import Name
 from shardwright.compiler.lower.lower import step_call
 from shardwright.compiler.mesh import collectives
@@ -34,6 +35,7 @@ ONE_STEP = [
 )
 def test_the_printed_call_does_what_the_step_does(src, dst, gradient_partial):
     shape = (9, 5)
+    value = Value("x", "result", "x", shape, torch.float32, True)
     steps = redistribute(src, dst, gradient_partial, shape, GRID)
 
     def run(comm):
@@ -42,7 +44,7 @@ def test_the_printed_call_does_what_the_step_does(src, dst, gradient_partial):
         applied, called = x, y
         for step in steps:
             applied = apply_step(applied, step, shape, comm)
-            source = step_call(step, Name("called"), shape).source
+            source = step_call(step, Name("called"), value).source
             called = eval(source, vars(collectives), {"called": called, "comm": comm})
         (applied * comm.rank).sum().backward()
         (called * comm.rank).sum().backward()

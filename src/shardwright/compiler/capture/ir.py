@@ -14,6 +14,8 @@ import torch
 
 from shardwright.compiler.capture.tracing.outside.places import Place
 from shardwright.compiler.capture.tracing.values.checks import Check
+from shardwright.compiler.mesh.mesh import Mesh
+from shardwright.compiler.mesh.redistribute import Collective, Step
 from shardwright.compiler.rules.notation import Operand
 
 ValueKind = Literal["parameter", "buffer", "input", "constant", "result"]
@@ -36,7 +38,8 @@ class Value:
 
     ``label`` is what a person calls it: the name of the parameter or buffer, the path of an input within the batch
     (``0``, ``image``, ``1.mask``), or the name of the node that made it. ``needs_gradient`` says that the backward of
-    the loss comes to it (`shardwright.compiler.capture.reached`).
+    the loss comes to it (`shardwright.compiler.capture.reached`). ``reduced_in`` is the dtype in which its gradient is
+    summed over ranks, of parameters and of their casts and views (`shardwright.compiler.capture.reduced`).
     """
 
     name: str
@@ -45,11 +48,26 @@ class Value:
     shape: tuple[int, ...]
     dtype: torch.dtype
     needs_gradient: bool
+    reduced_in: torch.dtype | None = None
 
     @property
     def bytes(self) -> int:
         """The size of the whole tensor."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    @property
+    def of_parameter(self) -> bool:
+        """Return whether it is a parameter, or a cast or view of one whose gradient can be summed before it."""
+        return self.kind == "parameter" or self.reduced_in is not None
+
+    @property
+    def reduced_itemsize(self) -> int:
+        """The bytes of an entry of its gradient where that is summed over ranks."""
+        return (self.reduced_in or self.dtype).itemsize
+
+    def collectives(self, step: Step, mesh: Mesh) -> tuple[Collective | None, Collective | None]:
+        """Return what a step of the redistribution of this value communicates, forward and backward."""
+        return step.collectives(self.shape, self.dtype.itemsize, mesh, self.reduced_itemsize)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from shardwright.compiler.capture.capture import Capturing, StepKind, capture
 from shardwright.compiler.capture.ir import Capture
 from shardwright.compiler.capture.pins import apply_pins
 from shardwright.compiler.capture.reached import with_gradients_of_loss
+from shardwright.compiler.capture.reduced import with_reduction_dtypes
 from shardwright.compiler.capture.rewrite import rewrite
 from shardwright.compiler.capture.tracing.trace import LossFunction
 
@@ -35,14 +36,21 @@ def captured_step(
     kind: StepKind = "training",
     batch_norm: Literal["global", "per-replica"] = "global",
     device: torch.device | None = None,
+    reduce_dtype: torch.dtype | None = None,
 ) -> Capture:
     """The graph of a step, rewritten and pinned. Raises as `capture` and `apply_pins` do."""
     captured = capture(model, loss_fn, batch, kind, device=device)
-    return _finished(captured, pins, batch_norm)
+    return _finished(captured, pins, batch_norm, reduce_dtype)
 
 
-def _finished(captured: Capture, pins: Mapping[str, Any], batch_norm: Literal["global", "per-replica"]) -> Capture:
-    return with_gradients_of_loss(apply_pins(rewrite(captured, batch_norm=batch_norm), pins))
+def _finished(
+    captured: Capture,
+    pins: Mapping[str, Any],
+    batch_norm: Literal["global", "per-replica"],
+    reduce_dtype: torch.dtype | None,
+) -> Capture:
+    pinned = apply_pins(rewrite(captured, batch_norm=batch_norm), pins)
+    return with_reduction_dtypes(with_gradients_of_loss(pinned), reduce_dtype)
 
 
 class OpenStep:
@@ -62,11 +70,13 @@ class OpenStep:
         batch_norm: Literal["global", "per-replica"],
         open_dims: Sequence[Collection[int]],
         device: torch.device | None = None,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
         self._capturing = Capturing(model, loss_fn, batch, kind, open_dims=open_dims, device=device)
         self._pins: Mapping[str, Any] = pins
         self._batch_norm: Literal["global", "per-replica"] = batch_norm
+        self._reduce_dtype = reduce_dtype
 
     def at(self, shapes: Sequence[Sequence[int]]) -> Capture:
         """The graph for a batch whose tensors have these shapes. Raises as `Capturing.at` does."""
-        return _finished(self._capturing.at(shapes), self._pins, self._batch_norm)
+        return _finished(self._capturing.at(shapes), self._pins, self._batch_norm, self._reduce_dtype)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardwright.common.signatures import returns_list, tensors_returned
-from shardwright.compiler.capture.ir import Node
+from shardwright.compiler.capture.ir import Node, Value
 from shardwright.compiler.lower.call import COMM, Call, Name
 from shardwright.compiler.lower.check import check
 from shardwright.compiler.lower.local import localise
@@ -22,10 +22,11 @@ from shardwright.compiler.lower.passes import (
 )
 from shardwright.compiler.lower.program import Instruction, LocalProgram, variables
 from shardwright.compiler.lower.site import Site
-from shardwright.compiler.mesh.redistribute import Shape, Step
+from shardwright.compiler.mesh.redistribute import Step
 from shardwright.compiler.plan.decisions import Transfer
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.rules.notation import Operand
+from shardwright.compiler.rules.table import row_of
 from shardwright.distributed.gradients import BUCKET_BYTES
 
 
@@ -95,11 +96,13 @@ class _Lowering:
         regathers, block = self.plan.gathers_again(transfer), self.plan.block_of_transfer(transfer)
         for step in transfer.steps:
             made, reads = self._fresh(transfer.value), [variable]
-            call = step_call(step, Name(variable), value.shape)
+            source = self._cast_of(value) if step is transfer.steps[0] and step.sums_gradient else None
+            call = step_call(step, Name(variable), value, source)
+            reads += [source] if source is not None else []
             if regathers and step is transfer.steps[-1]:
                 steps = [(Name(each.function), each.arguments(value.shape)) for each in transfer.steps]
                 call = Call("resharded", (call, Name(value.name), value.label, COMM, steps))
-                reads = list(dict.fromkeys((variable, value.name)))
+                reads = list(dict.fromkeys((*reads, value.name)))
             self.instructions.append(
                 Instruction(
                     "redistribution",
@@ -118,6 +121,13 @@ class _Lowering:
                 self.variables[node, index] = variable
             else:
                 self.outputs[transfer.value] = variable
+
+    def _cast_of(self, value: Value) -> str | None:
+        """Return the variable of which a value is a cast, where its gradient is summed in a wider dtype."""
+        if not value.needs_gradient or value.kind == "parameter" or value.reduced_in in (None, value.dtype):
+            return None
+        maker, _ = self.plan.graph.producers[value.name]
+        return self.variables[maker.name, 0] if row_of(maker.op).casts else None
 
     def _fresh(self, value: str) -> str:
         self.counts[value] = self.counts.get(value, 0) + 1
@@ -146,9 +156,17 @@ class _Lowering:
         )
 
 
-def step_call(step: Step, value: Name, shape: Shape) -> Call:
-    """Return the call that performs a step of a redistribution on a part of a tensor of global ``shape``."""
-    return Call(step.function, (value, COMM), tuple(step.arguments(shape).items()))
+def step_call(step: Step, part: Name, value: Value, source: str | None = None) -> Call:
+    """Return the call that performs a step of a redistribution on a part of a value.
+
+    Args:
+        source: the variable of which the part is a cast, which is to be given the gradient.
+    """
+    arguments = step.arguments(value.shape)
+    if step.sums_gradient and value.needs_gradient and value.reduced_in not in (None, value.dtype):
+        arguments["reduced_in"] = value.reduced_in
+        arguments |= {"source": Name(source)} if source is not None else {}
+    return Call(step.function, (part, COMM), tuple(arguments.items()))
 
 
 def _unpacked(call: Call, node: Node) -> Call:

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import TypeVar
 
+import torch
+
 from shardwright.compiler.capture.ir import Value
 from shardwright.compiler.lower.call import COMM, Call
 from shardwright.compiler.lower.program import Instruction, LocalProgram, variables
@@ -15,6 +17,7 @@ from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.cost import (
     EnteringParameter,
     SmallGather,
+    entering_alike,
     in_buckets,
     in_gathers,
     in_repeated_gathers,
@@ -69,7 +72,7 @@ def _trained_before(first: Instruction, program: LocalProgram) -> bool:
 
 def _entering(instruction: Instruction, mesh: Mesh) -> EnteringParameter:
     [(value, step)] = instruction.moves
-    return EnteringParameter(instruction.reads[0], local_bytes(value, step.after, mesh), (step.axes, value.dtype))
+    return EnteringParameter(instruction.reads[0], local_bytes(value, step.after, mesh), entering_alike(value, step))
 
 
 def _before_blocks(instructions: Sequence[Instruction]) -> list[Instruction]:
@@ -89,8 +92,14 @@ def _bucket(members: Sequence[Instruction], ends: bool) -> Instruction:
     outputs, parameters, moves = _joined(members)
     reads = parameters if ends else tuple(f"{output}_late" for output in outputs)
     named = tuple(zip(parameters, variables(reads), strict=True))
-    call = Call("reduce_gradients", (COMM, moves[0][1].axes), named)
+    [(value, step), *_] = moves
+    call = Call("reduce_gradients", (COMM, step.axes, *_summed_in(value)), named)
     return Instruction("bucket", outputs, reads, call, moves=moves, unpacks=True)
+
+
+def _summed_in(value: Value) -> tuple[torch.dtype, ...]:
+    """The dtype in which the gradient of a parameter is summed, if that is not its own."""
+    return (value.reduced_in,) if value.reduced_in not in (None, value.dtype) else ()
 
 
 def _joined(members: Sequence[Instruction]) -> tuple[tuple[str, ...], tuple[str, ...], Moves]:
@@ -190,7 +199,8 @@ def _gather_of(members: Sequence[Instruction]) -> Instruction:
     for part, (value, step) in zip(variables(reads), moves, strict=True):
         own = {name: given for name, given in step.arguments(value.shape).items() if name not in ("axes", "adjoint")}
         parts.append((part, own))
-    call = Call("all_gather_together", (COMM, axes, adjoint, *parts))
+    summed = [("reduced_in", dtype) for dtype in _summed_in(moves[0][0]) if moves[0][1].sums_gradient]
+    call = Call("all_gather_together", (COMM, axes, adjoint, *parts), tuple(summed))
     if members[0].regathers:
         call = Call("resharded.together", (call, tuple(value.label for value, _ in moves), COMM, axes, *parts))
     return Instruction("joined", outputs, reads, call, moves=moves, regathers=members[0].regathers)

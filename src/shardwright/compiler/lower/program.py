@@ -89,7 +89,7 @@ class Instruction:
         """Return what this instruction communicates, as (cause, direction, collective); a bucket's members singly."""
         found = []
         for value, step in self.moves:
-            forward, backward = step.collectives(value.shape, value.dtype.itemsize, mesh)
+            forward, backward = value.collectives(step, mesh)
             found += [(value.label, "forward", forward)] if forward else []
             found += [(value.label, "backward", forward)] * (self.regathers + self.recommunicates) if forward else []
             found += [(value.label, "backward", backward)] if backward and value.needs_gradient else []

@@ -200,20 +200,35 @@ def check_summable(x: Tensor) -> None:
         raise LoweringError("a tensor of bools cannot be a partial sum; convert it to an integer type first")
 
 
-# Each of them as an autograd function. Nothing is saved for the backward but the numbers of the cut.
+class Summed(NamedTuple):
+    """The dtype in which a gradient is summed: of a cast of a parameter the parameter's, so that no sum is rounded as
+    the cast is. None is its own."""
+
+    dtype: torch.dtype | None = None
+
+    def of(self, gradient: Tensor) -> Tensor:
+        return gradient if self.dtype is None else gradient.to(self.dtype)
+
+
+# Each of them as an autograd function. Those that sum a gradient give it to ``source``: the operand ``x`` or, where
+# that is a cast of a part of a parameter, what was cast, so that the sum is not rounded to the dtype of the cast.
+# Nothing is saved for the backward but the numbers of the cut.
 
 
 class AllGather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator, cut: Cut, adjoint: str) -> Tensor:
-        ctx.comm, ctx.cut, ctx.adjoint = comm, cut, adjoint
+    def forward(ctx: Any, source: Tensor, x: Tensor, comm: Communicator, cut: Cut, adjoint: str, how: Summed) -> Tensor:
+        ctx.comm, ctx.cut, ctx.adjoint, ctx.how, ctx.dtype = comm, cut, adjoint, how, source.dtype
         return _gather(x, comm, cut)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        adjoint = _scatter_sum if ctx.adjoint == "reduce_scatter" else take
-        return adjoint(gradient, ctx.comm, ctx.cut), None, None, None
+        if ctx.adjoint == "slice":
+            part = take(gradient, ctx.comm, ctx.cut)
+        else:
+            part = _scatter_sum(ctx.how.of(gradient), ctx.comm, ctx.cut)
+        return part.to(ctx.dtype), None, None, None, None, None
 
 
 class Slice(torch.autograd.Function):
@@ -264,14 +279,14 @@ class AllReduce(torch.autograd.Function):
 
 class Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator, axes: Axes) -> Tensor:
-        ctx.comm, ctx.axes = comm, axes
+    def forward(ctx: Any, source: Tensor, x: Tensor, comm: Communicator, axes: Axes, how: Summed) -> Tensor:
+        ctx.comm, ctx.axes, ctx.how, ctx.dtype = comm, axes, how, source.dtype
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _summed(gradient, ctx.comm, ctx.axes), None, None
+        return _summed(ctx.how.of(gradient), ctx.comm, ctx.axes).to(ctx.dtype), None, None, None, None
 
 
 # The functions that a local program calls.
@@ -292,9 +307,17 @@ def all_gather(
     within: Axes = (),
     unit: int = 1,
     adjoint: Literal["slice", "reduce_scatter"],
+    reduced_in: torch.dtype | None = None,
+    source: Tensor | None = None,
 ) -> Tensor:
-    """Join the parts of ``dim`` along ``axes``. Backward: the slice of a whole gradient, or the sum of partial ones."""
-    return _apply(AllGather, x, comm, Cut(dim, axes, size, within, unit), adjoint)
+    """Join the parts of ``dim`` along ``axes``. Backward: the slice of a whole gradient, or the sum of partial ones.
+
+    Args:
+        reduced_in: the dtype of that sum, by default that of the gradient.
+        source: what ``x`` is a cast of, which is then given the gradient.
+    """
+    cut = Cut(dim, axes, size, within, unit)
+    return _apply(AllGather, *_source_of(x, source), comm, cut, adjoint, Summed(reduced_in))
 
 
 def local_slice(
@@ -336,9 +359,24 @@ def all_reduce(x: Tensor, comm: Communicator, *, axes: Axes) -> Tensor:
     return summed
 
 
-def enter(x: Tensor, comm: Communicator, *, axes: Axes) -> Tensor:
-    """A replicated value enters work that is split over ``axes``: unchanged. Backward: all-reduce."""
-    return _apply(Enter, x, comm, axes)
+def enter(
+    x: Tensor,
+    comm: Communicator,
+    *,
+    axes: Axes,
+    reduced_in: torch.dtype | None = None,
+    source: Tensor | None = None,
+) -> Tensor:
+    """A replicated value enters work that is split over ``axes``: unchanged. Backward: all-reduce.
+
+    ``reduced_in`` and ``source`` are those of `all_gather`.
+    """
+    return _apply(Enter, *_source_of(x, source), comm, axes, Summed(reduced_in))
+
+
+def _source_of(x: Tensor, source: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return what is given the gradient of ``x``, and ``x``, which then is given none."""
+    return (x, x) if source is None else (source, x.detach())
 
 
 _FUNCTIONS: dict[str, Callable[..., Tensor]] = {

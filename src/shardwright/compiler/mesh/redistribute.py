@@ -44,6 +44,7 @@ COLLECTIVES: dict[str, CollectiveKind] = {
     "all_reduce": "all_reduce",
     "all_to_all": "all_to_all",
 }
+SUMS = ("all_reduce", "reduce_scatter")
 
 
 @dataclass(frozen=True)
@@ -81,20 +82,32 @@ class Step:
     dim: int | None = None
     to_dim: int | None = None
 
-    def collectives(self, shape: Shape, itemsize: int, mesh: Mesh) -> tuple[Collective | None, Collective | None]:
-        """Return what a step and its adjoint communicate of a tensor of this global shape and bytes per entry."""
+    def collectives(
+        self, shape: Shape, itemsize: int, mesh: Mesh, reduced_itemsize: int | None = None
+    ) -> tuple[Collective | None, Collective | None]:
+        """Return what a step and its adjoint communicate of a tensor of this global shape and bytes per entry.
+
+        Args:
+            reduced_itemsize: the bytes per entry of a gradient where it is summed, if others.
+        """
         parts = mesh.extent(self.axes)
         if parts == 1:
             return None, None
-        piece = itemsize
+        piece = 1
         for size, before, after in zip(shape, self.before.dims, self.after.dims, strict=True):
             piece *= min(_longest(size, before, mesh), _longest(size, after, mesh))
-        buffer_bytes = piece if self.kind in ("all_reduce", "enter") else piece * parts
+        entries = piece if self.kind in ("all_reduce", "enter") else piece * parts
 
-        def collective(kind: str) -> Collective | None:
-            return Collective(COLLECTIVES[kind], self.axes, buffer_bytes) if kind in COLLECTIVES else None
+        def collective(kind: str, size: int) -> Collective | None:
+            return Collective(COLLECTIVES[kind], self.axes, entries * size) if kind in COLLECTIVES else None
 
-        return collective(self.kind), collective(self.adjoint)
+        backward = reduced_itemsize if self.sums_gradient and reduced_itemsize else itemsize
+        return collective(self.kind, itemsize), collective(self.adjoint, backward)
+
+    @property
+    def sums_gradient(self) -> bool:
+        """Return whether its adjoint sums a gradient over ranks."""
+        return self.adjoint in SUMS
 
     def forward_bytes(self, shape: Shape, itemsize: int, mesh: Mesh) -> float:
         """The bytes that each device sends for the step."""

@@ -30,9 +30,14 @@ from shardwright.compiler.mesh.collectives import (
 class AllGatherTogether(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, comm: Communicator, cuts: Sequence[Cut], adjoint: str, *tensors: Tensor
+        ctx: Any,
+        comm: Communicator,
+        cuts: Sequence[Cut],
+        adjoint: str,
+        reduced_in: torch.dtype | None,
+        *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.comm, ctx.cuts, ctx.adjoint = comm, cuts, adjoint
+        ctx.comm, ctx.cuts, ctx.adjoint, ctx.reduced_in = comm, cuts, adjoint, reduced_in
         ctx.set_materialize_grads(False)
         whole = _gather(tensors, comm, cuts)
         ctx.shapes, ctx.like = [x.shape for x in whole], tensors[0]
@@ -44,8 +49,16 @@ class AllGatherTogether(torch.autograd.Function):
         """One of which what was differentiated does not depend, on all ranks alike, has a place there, and no sum."""
         adjoint = _scatter_sums if ctx.adjoint == "reduce_scatter" else _take
         found = [ctx.like.new_zeros(shape) if x is None else x for x, shape in zip(gradients, ctx.shapes, strict=True)]
-        parts = adjoint(found, ctx.comm, ctx.cuts)
-        return None, None, None, *(part if x is not None else None for part, x in zip(parts, gradients, strict=True))
+        if ctx.reduced_in is not None:
+            found = [x.to(ctx.reduced_in) for x in found]
+        parts = [part.to(ctx.like.dtype) for part in adjoint(found, ctx.comm, ctx.cuts)]
+        return (
+            None,
+            None,
+            None,
+            None,
+            *(part if x is not None else None for part, x in zip(parts, gradients, strict=True)),
+        )
 
 
 def _gather(tensors: Sequence[Tensor], comm: Communicator, cuts: Sequence[Cut]) -> list[Tensor]:
@@ -77,12 +90,16 @@ def _take(gradients: Sequence[Tensor], comm: Communicator, cuts: Sequence[Cut]) 
 
 
 def all_gather_together(
-    comm: Communicator, axes: Axes, adjoint: Literal["slice", "reduce_scatter"], *tensors: tuple[Tensor, dict[str, Any]]
+    comm: Communicator,
+    axes: Axes,
+    adjoint: Literal["slice", "reduce_scatter"],
+    *tensors: tuple[Tensor, dict[str, Any]],
+    reduced_in: torch.dtype | None = None,
 ) -> tuple[Tensor, ...]:
     """`all_gather` of some small tensors of one dtype over ``axes``, each with the other arguments of its own."""
     cuts = [_cut_of(axes, **how) for _, how in tensors]
     parts = (tensor for tensor, _ in tensors)
-    found: tuple[Tensor, ...] = AllGatherTogether.apply(comm, cuts, adjoint, *parts)  # type: ignore[no-untyped-call]
+    found: tuple[Tensor, ...] = AllGatherTogether.apply(comm, cuts, adjoint, reduced_in, *parts)  # type: ignore[no-untyped-call]
     return found
 
 

@@ -17,7 +17,7 @@ from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.cost import SMALL_WHOLE_BYTES, Seconds
 from shardwright.compiler.plan.pricing.graph import RuledGraph
 from shardwright.compiler.plan.request import PlanRequest
-from shardwright.compiler.plan.search.choices import Space
+from shardwright.compiler.plan.search.choices import Space, casting_shards
 from shardwright.compiler.plan.search.search import search
 from shardwright.compiler.plan.spaces import fixed_leaves, in_parts, output_layouts, tensor_space
 
@@ -34,8 +34,10 @@ def fully_sharded(graph: RuledGraph, request: PlanRequest) -> Plan:
     """
     plan, parameters = _data_parallel(graph, request), graph.capture.of_kind("parameter")
     stored = {value.name: in_parts(value, plan.mesh) for value in parameters}
-    again = frozenset(value.name for value in parameters if value.bytes > SMALL_WHOLE_BYTES)
-    return with_axis_names(replace(plan, leaves={**plan.leaves, **stored}, again=again))
+    gathered = (value for value in graph.capture.values.values() if value.of_parameter)  # or their casts are
+    again = frozenset(value.name for value in gathered if value.bytes > SMALL_WHOLE_BYTES)
+    strategies = casting_shards(graph, plan.mesh, plan.strategies, stored)
+    return with_axis_names(replace(plan, leaves={**plan.leaves, **stored}, again=again, strategies=strategies))
 
 
 def tensor_parallel(graph: RuledGraph, request: PlanRequest) -> Plan:

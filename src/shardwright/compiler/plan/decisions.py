@@ -141,7 +141,7 @@ class Decisions:
         found: dict[tuple[str, int], tuple[Target, list[tuple[str, int]]]] = {}  # equal targets are one object
         for node in self.capture.nodes:
             for index, value in enumerate(node.operands):
-                target = self.target(node, index)
+                target = self._wanted(node, index, self.entered)
                 found.setdefault((value, id(target)), (target, []))[1].append((node.name, index))
         for i, (value, layout) in enumerate(self.outputs.items()):
             target = the_one(self.graph, Target(layout), self.mesh)
@@ -151,6 +151,39 @@ class Decisions:
             Transfer(value, target, steps(value, target), tuple(uses), self._gradient(value, uses))
             for (value, _), (target, uses) in found.items()
         )
+
+    @cached_property
+    def entered(self) -> Mapping[str, tuple[str, ...]]:
+        """The axes over which gradients are summed before casts and views of parameters, by the names of their results.
+
+        The sum then stands where the parameter is read, in its dtype and in a bucket with others, as if there were no
+        cast. It is so where all readers of the result sum its gradient over these axes first of all.
+        """
+        found: dict[str, tuple[str, ...]] = {}
+        for node in reversed(self.capture.nodes):
+            for name in node.results:
+                if self.capture.values[name].of_parameter and (axes := self._entered_by_all(name, found)):
+                    found[name] = axes
+        return found
+
+    def _entered_by_all(self, name: str, entered: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+        """Return the axes over which every reader of a value sums its gradient first; none where they differ."""
+        value, found = self.capture.values[name], set[tuple[str, ...]]()
+        for use in self.graph.uses[name]:
+            if self.graph.needs_gradient(use.node):
+                steps = self._steps(value.shape, self.layout(name), self._wanted(use.node, use.index, entered))
+                found.add(steps[0].axes if steps and steps[0].kind == "enter" else ())
+        return found.pop() if len(found) == 1 and name not in self.outputs else ()
+
+    def _wanted(self, node: Node, index: int, entered: Mapping[str, tuple[str, ...]]) -> Target:
+        """Return the target of an operand where gradients of casts and views are summed before these."""
+        target = self.target(node, index)
+        before = entered.get(node.operands[index], ())
+        after = entered.get(node.results[0], ()) if node.results else ()
+        if not (before or after):
+            return target
+        partial = self.mesh.ordered({*target.gradient_partial, *after} - set(before))
+        return the_one(self.graph, replace(target, gradient_partial=partial), self.mesh)
 
     @cached_property
     def way(self) -> Mapping[tuple[str, int], Transfer]:
@@ -196,7 +229,7 @@ class Decisions:
         module = producer[0].scope if producer else value.label.rpartition(".")[0] if value.kind == "parameter" else ""
         times = self.repeats(transfer)
         for step in transfer.steps:
-            forward, backward = step.collectives(value.shape, value.dtype.itemsize, self.mesh)
+            forward, backward = value.collectives(step, self.mesh)
             if forward:
                 yield PlannedCollective(value.label, module, "forward", forward, forward.sent_bytes(self.mesh))
                 for _ in range(times):
@@ -230,7 +263,7 @@ class Decisions:
         return found
 
     # None of these reads `recomputed` or `again`.
-    _of_any_recomputed: ClassVar[tuple[str, ...]] = ("_nodes", "_made", "transfers", "way", "_moved_inside")
+    _of_any_recomputed: ClassVar[tuple[str, ...]] = ("_nodes", "_made", "entered", "transfers", "way", "_moved_inside")
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:

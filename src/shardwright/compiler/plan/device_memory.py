@@ -253,9 +253,10 @@ def _largest_buffer(plan: Decisions) -> int:
     seen: set[Hashable] = set()
     for transfer in plan.transfers:
         value: Value = plan.capture.values[transfer.value]
-        alike = value.shape, value.dtype, transfer.gradient, id(transfer.steps)  # those of equal layers are one object
-        if reduced_in_buckets(value, transfer.steps):
-            joined[transfer.steps[0].axes, value.dtype] += plan.bytes_of(value)
+        # Those of equal layers are one object.
+        alike = value.shape, value.dtype, value.reduced_in, transfer.gradient, id(transfer.steps)
+        if value.kind == "parameter" and reduced_in_buckets(value, transfer.steps):
+            joined[transfer.steps[0].axes, value.dtype, value.reduced_in] += plan.bytes_of(value)
         elif transfer.steps and alike not in seen:
             seen.add(alike)
             found = (priced.collective.bytes for priced in plan.transfer_collectives(transfer))

@@ -26,7 +26,7 @@ from shardwright.compiler.plan.pricing.graph import RuledGraph
 from shardwright.compiler.plan.pricing.hardware import Hardware, read_hardware
 from shardwright.compiler.plan.pricing.memory import ADAMW, OptimizerStates
 from shardwright.compiler.plan.request import PlanRequest
-from shardwright.compiler.plan.search.choices import Choice, Space
+from shardwright.compiler.plan.search.choices import Choice, Space, casting_shards
 from shardwright.compiler.rules.notation import Strategy
 from shardwright.errors import PlanError, UsageError
 
@@ -266,7 +266,7 @@ def plan_of(space: Space, request: PlanRequest, choice: Choice) -> Plan:
         request.mesh,
         request.mode,
         request.searched or "none",
-        choice.strategies,
+        casting_shards(space.graph, space.mesh, choice.strategies, choice.leaves),
         choice.leaves,
         space.outputs,
         choice.cost,

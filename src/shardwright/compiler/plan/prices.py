@@ -13,6 +13,7 @@ from shardwright.compiler.plan.pricing.cost import (
     EnteringParameter,
     Objective,
     Seconds,
+    entering_alike,
     in_buckets,
     operator_collectives,
     reduced_in_buckets,
@@ -89,7 +90,7 @@ class Prices:
         if times := plan.repeats(transfer):
             spent += times * self.objective.transfer(replace(value, needs_gradient=False), transfer.steps, plan.mesh)
         kinds = tuple(dict.fromkeys(f"{priced.collective.kind} {priced.direction}" for priced in found))
-        in_buckets = reduced_in_buckets(value, transfer.steps)
+        in_buckets = value.kind == "parameter" and reduced_in_buckets(value, transfer.steps)
         axes = _axes([priced.collective for priced in found])
         sent = sum(priced.bytes for priced in found)
         return Communication(
@@ -170,7 +171,8 @@ class Prices:
         entering = []
         for transfer, _ in found:
             value = plan.capture.values[transfer.value]
-            entering.append(EnteringParameter(value.name, plan.bytes_of(value), (transfer.steps[0].axes, value.dtype)))
+            alike = entering_alike(value, transfer.steps[0])
+            entering.append(EnteringParameter(value.name, plan.bytes_of(value), alike))
         groups = in_buckets(entering, hardware.buckets.bytes, hardware.buckets.first_bytes)
         return [[found[i] for i in members] for members in groups]
 

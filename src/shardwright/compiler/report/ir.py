@@ -139,7 +139,7 @@ def _instruction_lines(plan: Plan, program: LocalProgram, instruction: Instructi
 
 
 def _collective_lines(value: Value, step: Step, program: LocalProgram) -> Iterator[str]:
-    forward, backward = step.collectives(value.shape, value.dtype.itemsize, program.mesh)
+    forward, backward = value.collectives(step, program.mesh)
     if forward:
         yield f"    # forward: {_collective(forward, program)}"
     if forward and step.kind == "reduce_scatter":

@@ -32,12 +32,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwright.common import torch_private
-from shardwright.compiler.capture.ir import Capture, Node
+from shardwright.compiler.capture.ir import Capture
+from shardwright.compiler.capture.reduced import is_cast_or_view
 from shardwright.compiler.lower.program import LocalProgram
 from shardwright.compiler.mesh.dtensor import layout_of
 from shardwright.compiler.mesh.processes import all_gather_single
-from shardwright.compiler.rules.table import row_of
-from shardwright.compiler.rules.views import cast
 from shardwright.distributed.agreement import from_all_ranks
 from shardwright.distributed.control import control_group
 from shardwright.distributed.lockstep import Lockstep
@@ -240,12 +239,12 @@ def summed_axes(capture: Capture, program: LocalProgram) -> dict[str, set[str]]:
     """
     reduced: dict[str, set[str]] = {name: set() for name in capture.values}
     for value, step in (moved for instruction in program.instructions for moved in instruction.moves):
-        _, backward = step.collectives(value.shape, value.dtype.itemsize, program.mesh)
+        _, backward = value.collectives(step, program.mesh)
         if backward and value.needs_gradient and backward.kind in ("all_reduce", "reduce_scatter"):
             reduced[value.name].update(backward.axes)
     after: dict[str, list[set[str]]] = {name: [] for name in capture.values}  # by each node that takes the value
     for node in reversed(capture.nodes):
-        if _only_casts_or_views(node):
+        if is_cast_or_view(node):
             (operand,), results = node.operands, [_with_those_after(name, reduced, after) for name in node.results]
             after[operand].append(set.intersection(*results))
         else:
@@ -256,11 +255,6 @@ def summed_axes(capture: Capture, program: LocalProgram) -> dict[str, set[str]]:
         for value in capture.of_kind("parameter")
         if value.needs_gradient
     }
-
-
-def _only_casts_or_views(node: Node) -> bool:
-    row = row_of(node.op)
-    return len(node.operands) == 1 and bool(node.results) and (row.view or row.casts or row.rule is cast)
 
 
 def _with_those_after(name: str, reduced: Mapping[str, set[str]], after: Mapping[str, list[set[str]]]) -> set[str]:

@@ -79,6 +79,7 @@ class Captures:
         predict_fn: gives outputs beside no loss, as `outputs_alone` makes it; by default the loss function is called.
         dynamic: which sizes are left open; see `dynamic.py`.
         device: where the model runs, or will when its tensors have been brought there; by default where it is.
+        reduce_dtype: in which gradients are summed over ranks, by default that of each parameter.
     """
 
     module: nn.Module
@@ -88,6 +89,7 @@ class Captures:
     predict_fn: LossFunction | None = None
     dynamic: Dynamic = False
     device: torch.device | None = None
+    reduce_dtype: torch.dtype | None = None
     _known: dict[str, _Known] = field(default_factory=dict, init=False, repr=False)
     """Cached by `key`; what is made of open sizes is compared with captures before it serves."""
 
@@ -126,7 +128,8 @@ class Captures:
             if of.confirmed:
                 return capture
         start = time.perf_counter()
-        captured = captured_step(self.module, self.function(kind), batch, self.pins, kind, self.batch_norm, self.device)
+        options = self.batch_norm, self.device, self.reduce_dtype
+        captured = captured_step(self.module, self.function(kind), batch, self.pins, kind, *options)
         if self.dynamic:
             self._learn(known, following, captured, kind, batch)
         if shapes not in known.shapes:  # else something else has changed
@@ -173,7 +176,8 @@ class Captures:
         dims = open_dims(self.dynamic, labels_and_shapes(batch)[0], [*known.shapes, shapes])
         if not any(dims):
             return
-        step = OpenStep(self.module, self.function(kind), batch, self.pins, kind, self.batch_norm, dims, self.device)
+        options = self.batch_norm, dims, self.device, self.reduce_dtype
+        step = OpenStep(self.module, self.function(kind), batch, self.pins, kind, *options)
         if not _same(step.at(shapes), captured):
             known.reason = _OTHER_GRAPH
             return

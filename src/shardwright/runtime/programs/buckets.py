@@ -81,7 +81,8 @@ class BucketReduction:
 class GradientReduction(Unreduced):
     """Local programs call this as ``reduce_gradients(comm, ("dp",), weight=weight, bias=bias)``.
 
-    While `deferred`, gradients are kept here instead, unreduced, and join the next reduction of their parameters.
+    Behind the axes may stand the dtype in which gradients are summed, if that is not theirs. While `deferred`,
+    gradients are kept here instead, unreduced, and join the next reduction of their parameters.
     """
 
     def __init__(self) -> None:
@@ -100,13 +101,15 @@ class GradientReduction(Unreduced):
             found += _Later.apply(BucketReduction(order, number), *parameters)  # type: ignore[no-untyped-call]
         return found
 
-    def __call__(self, comm: Communicator, axes: Axes, **parameters: Tensor) -> tuple[Tensor, ...]:
+    def __call__(
+        self, comm: Communicator, axes: Axes, dtype: torch.dtype | None = None, /, **parameters: Tensor
+    ) -> tuple[Tensor, ...]:
         """Parameters as `later` gave them, or, with which the backward ends, as they are."""
         given = tuple(parameters.values())
         if not (torch.is_grad_enabled() and any(parameter.requires_grad for parameter in given)):
             return given
         bucket = getattr(given[0].grad_fn, "bucket", None)
-        result: tuple[Tensor, ...] = _Bucket.apply(self, comm, axes, bucket, tuple(parameters), *given)  # type: ignore[no-untyped-call]
+        result: tuple[Tensor, ...] = _Bucket.apply(self, comm, axes, dtype, bucket, tuple(parameters), *given)  # type: ignore[no-untyped-call]
         return result
 
     @property
@@ -162,6 +165,7 @@ class GradientReduction(Unreduced):
         gradients: Sequence[Tensor | None],
         comm: Communicator,
         axes: Axes,
+        dtype: torch.dtype | None,
         bucket: BucketReduction | None,
     ) -> list[Tensor | None]:
         """The sums over the ranks, to be read when they are waited for, or None for each where reduction is deferred.
@@ -169,6 +173,7 @@ class GradientReduction(Unreduced):
         Args:
             gradients: None for a parameter of which what was differentiated does not depend, on all ranks alike: it has
                 a place in the bucket, and no sum.
+            dtype: in which they are summed, by default their own.
             bucket: what they are waited for with; without one they are waited for here.
 
         Raises:
@@ -188,10 +193,12 @@ class GradientReduction(Unreduced):
             for key, piece in zip(keys, pieces, strict=True):
                 if axes in self._kept.get(key, {}):
                     piece += self._kept[key].pop(axes)[0]
-        if bucket is None:
+        if bucket is not None:
+            bucket.start(partial(_begin, comm, flat, axes, dtype))
+        elif dtype is None:
             comm.all_reduce(flat, axes)
         else:
-            bucket.start(partial(comm.start_all_reduce, flat, axes))
+            flat.copy_(comm.all_reduce(flat.to(dtype), axes))
         # What is kept over other axes, `join` adds.
         return [piece if is_known else None for piece, is_known in zip(pieces, known, strict=True)]
 
@@ -208,6 +215,20 @@ def _joined(gradients: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
     """A flat copy of gradients, and the view of each into it."""
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
     return flat, views_into(flat, gradients)
+
+
+def _begin(comm: Communicator, flat: Tensor, axes: Axes, dtype: torch.dtype | None) -> Wait:
+    """Begin to sum ``flat`` over the ranks in place, in another ``dtype`` where one is given; return its wait."""
+    if dtype is None:
+        return comm.start_all_reduce(flat, axes)
+    cast = flat.to(dtype)
+    wait = comm.start_all_reduce(cast, axes)
+
+    def cast_back() -> None:
+        wait()
+        flat.copy_(cast)
+
+    return cast_back
 
 
 class _Later(torch.autograd.Function):
@@ -230,20 +251,21 @@ class _Bucket(torch.autograd.Function):
         reduction: GradientReduction,
         comm: Communicator,
         axes: Axes,
+        dtype: torch.dtype | None,
         bucket: BucketReduction | None,
         keys: Sequence[str],
         *parameters: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.reduction, ctx.comm, ctx.axes, ctx.keys, ctx.bucket = reduction, comm, axes, keys, bucket
-        ctx.parameters = parameters
+        ctx.parameters, ctx.dtype = parameters, dtype
         ctx.set_materialize_grads(False)
         return tuple(parameter.view_as(parameter) for parameter in parameters)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        reduced = ctx.reduction.reduce(ctx.keys, ctx.parameters, gradients, ctx.comm, ctx.axes, ctx.bucket)
-        return None, None, None, None, None, *reduced
+        reduced = ctx.reduction.reduce(ctx.keys, ctx.parameters, gradients, ctx.comm, ctx.axes, ctx.dtype, ctx.bucket)
+        return None, None, None, None, None, None, *reduced
 
 
 class _Join(torch.autograd.Function):

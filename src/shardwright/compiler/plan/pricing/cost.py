@@ -54,6 +54,11 @@ class EnteringParameter:
     alike: Hashable
 
 
+def entering_alike(value: Value, step: Step) -> Hashable:
+    """Return what the gradients have in common that share a bucket: the axes, the dtype, and that of the sum."""
+    return step.axes, value.dtype, value.reduced_in
+
+
 def in_buckets(entering: Sequence[EnteringParameter], limit_bytes: int, first_bytes: int) -> list[list[int]]:
     """Return the buckets, as rising numbers of what enters, in the order in which they begin.
 
@@ -97,7 +102,11 @@ def small_gather(value: Value, step: Step, mesh: Mesh) -> SmallGather | None:
     size = local_bytes(value, step.after, mesh)
     if size > SMALL_WHOLE_BYTES:
         return None
-    return SmallGather(size, (step.axes, value.dtype, step.adjoint, value.needs_gradient))
+    return SmallGather(size, _gathered_alike(value, step))
+
+
+def _gathered_alike(value: Value, step: Step) -> Hashable:
+    return step.axes, value.dtype, step.adjoint, value.needs_gradient, value.reduced_in
 
 
 def in_gathers(gathers: Sequence[SmallGather]) -> list[list[int]]:
@@ -117,7 +126,7 @@ def repeated_gather(value: Value, step: Step, mesh: Mesh) -> Hashable | None:
     """Of the gather of a parameter that the backward does again: what all that may be joined with it have alike."""
     if step.kind != "all_gather" or local_bytes(value, step.after, mesh) > REPEATED_WHOLE_BYTES:
         return None
-    return (step.axes, value.dtype, step.adjoint, value.needs_gradient) if mesh.extent(step.axes) > 1 else None
+    return _gathered_alike(value, step) if mesh.extent(step.axes) > 1 else None
 
 
 def in_repeated_gathers(
@@ -162,7 +171,7 @@ def together_bytes(moved: Sequence[tuple[Value, Step]], mesh: Mesh) -> int:
     """
     forward = backward = 0
     for value, step in moved:
-        there, back = step.collectives(value.shape, value.dtype.itemsize, mesh)
+        there, back = value.collectives(step, mesh)
         forward += beside_together(there, mesh) if there else 0
         backward += beside_together(back, mesh) if back and value.needs_gradient else 0
     return sum(local_bytes(value, step.after, mesh) for value, step in moved) + max(forward, backward)
@@ -206,14 +215,17 @@ def transfer_collectives(value: Value, steps: Sequence[Step], mesh: Mesh) -> lis
     """The collectives of a transfer, of both directions where the value has a gradient."""
     found = []
     for step in steps:
-        forward, backward = step.collectives(value.shape, value.dtype.itemsize, mesh)
+        forward, backward = value.collectives(step, mesh)
         found += [c for c in (forward, backward if value.needs_gradient else None) if c]
     return found
 
 
 def reduced_in_buckets(value: Value, steps: Sequence[Step]) -> bool:
-    """Return whether a transfer does nothing but reduce the gradient of a replicated parameter, with others."""
-    return value.kind == "parameter" and enters(steps)
+    """Return whether a transfer does nothing but reduce the gradient of a replicated parameter, with others.
+
+    A search takes that of its casts and views for it, which plans sum where the parameter is read.
+    """
+    return value.of_parameter and enters(steps)
 
 
 def largest_buffer(value: Value, steps: Sequence[Step], collectives: Iterable[Collective]) -> int:

@@ -23,6 +23,7 @@ from shardwright.compiler.capture.ir import Value
 from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.mesh.redistribute import (
+    SUMS,
     Collective,
     CollectiveKind,
     Step,
@@ -111,9 +112,11 @@ class Pairs:
         divisors = np.array([divisor if axes else math.inf for _, axes, divisor in self._kinds])
         divided = divisors[self._forward[ways]].min(axis=1)
         if value.needs_gradient:
-            divided = np.minimum(divided, divisors[self._backward[ways]].min(axis=1))
+            larger = value.reduced_itemsize / value.dtype.itemsize
+            backward = np.where(self._summing, divisors / larger, divisors)
+            divided = np.minimum(divided, backward[self._backward[ways]].min(axis=1))
         found = sizes // divided
-        if value.kind == "parameter":
+        if value.of_parameter:
             enters = self._flags[ways, 2]
             found[enters] = np.minimum(found[enters], BUCKET_BYTES)
         return np.asarray(found)
@@ -225,20 +228,40 @@ class Pairs:
         """Return the cost of ways for a value, by the axes of the dims that each leaves as they are."""
         costs = self._sums(self._forward[ways], staying, value.bytes)
         if value.needs_gradient:
-            costs += self._sums(self._backward[ways], staying, value.bytes)
-            enters = self._flags[ways, 2] & (value.kind == "parameter")
+            size, summed = value.bytes, value.bytes // value.dtype.itemsize * value.reduced_itemsize
+            costs += self._sums(self._backward[ways], staying, size, summed)
+            enters = self._flags[ways, 2] & value.of_parameter
             if enters.any():  # such gradients share a few collectives
-                costs[enters] = self._sums(self._backward[ways[enters]], staying[enters], value.bytes, shared=True)
+                backward = self._backward[ways[enters]]
+                costs[enters] = self._sums(backward, staying[enters], size, summed, shared=True)
         return costs
 
-    def _sums(self, parts: npt.NDArray[np.int32], staying: Numbers, size: int, *, shared: bool = False) -> Costs:
-        """Return the cost of the parts of each way together, by the axes of the dims that stay as they are."""
+    @property
+    def _summing(self) -> Flags:
+        """Return which kinds of parts are sums."""
+        return np.array([kind in SUMS for kind, _, _ in self._kinds])
+
+    def _sums(
+        self,
+        parts: npt.NDArray[np.int32],
+        staying: Numbers,
+        size: int,
+        summed: int | None = None,
+        *,
+        shared: bool = False,
+    ) -> Costs:
+        """Return the cost of the parts of each way together, by the axes of the dims that stay as they are.
+
+        Args:
+            size: the bytes of the whole value, and ``summed`` where it is a gradient that is summed, if others.
+        """
         kinds = len(self._kinds)
         priced = staying[:, None] * kinds + parts
         prices = np.zeros(len(self._extents) * kinds)
         for at in _present(priced):
             mask, part = divmod(at, kinds)
-            prices[at] = self._price(part, size // self._extents[mask], shared) if part else 0.0
+            moved = summed if summed is not None and self._kinds[part][0] in SUMS else size
+            prices[at] = self._price(part, moved // self._extents[mask], shared) if part else 0.0
         return np.asarray(prices[priced].sum(axis=1))
 
     def _price(self, part: int, size: int, shared: bool) -> float:
@@ -250,7 +273,7 @@ class Pairs:
         return self._prices[key]
 
     def _alone(self, value: Value, layout: Layout, target: Target) -> float:
-        key = value.shape, value.dtype, value.needs_gradient, value.kind == "parameter", layout, target
+        key = value.shape, value.dtype, value.needs_gradient, value.of_parameter, value.reduced_in, layout, target
         if key not in self._singly:
             steps = self._steps(value.shape, layout, target)
             self._singly[key] = self._objective.transfer(value, steps, self._mesh)

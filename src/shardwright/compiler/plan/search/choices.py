@@ -11,9 +11,11 @@ from shardwright.compiler.capture.ir import Node
 from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.mesh.redistribute import redistribute
+from shardwright.compiler.plan.pricing.cost import SMALL_WHOLE_BYTES
 from shardwright.compiler.plan.pricing.graph import RuledGraph, target_of
 from shardwright.compiler.plan.pricing.memory import Block
 from shardwright.compiler.rules.notation import OpRule, Strategy
+from shardwright.compiler.rules.table import row_of
 from shardwright.errors import PlanError
 
 FEW_AXES = 2
@@ -105,6 +107,30 @@ def data_parallel(
     return Choice(strategies, chosen_leaves)
 
 
+def casting_shards(
+    graph: RuledGraph, mesh: Mesh, strategies: Mapping[str, Strategy], leaves: Mapping[str, Layout]
+) -> dict[str, Strategy]:
+    """Return the strategies with which a sharded parameter is cast to a narrower dtype before it is gathered.
+
+    So half as many bytes are gathered under autocast, and the gathered cast can be gathered again by the backward. A
+    search may choose to gather first, as it prices the sum of the gradient of a cast as a part of a bucket. Small
+    parameters are left, which programs gather together.
+    """
+    found, values = dict(strategies), graph.capture.values
+    for node in graph.capture.nodes:
+        if not (row_of(node.op).casts and node.operands[0] in leaves and node.pin is None):
+            continue
+        source, made = values[node.operands[0]], values[node.results[0]]
+        layout, rule = leaves[source.name], graph.rules[node.name]
+        narrower = made.of_parameter and made.dtype.itemsize < source.dtype.itemsize
+        if narrower and layout.split_axes and source.bytes > SMALL_WHOLE_BYTES:
+            cut = zip(rule.operands[0], layout.dims, strict=True)
+            strategy = rule.strategy({dim[0]: split.axes for dim, split in cut if split and dim})
+            if rule.operand_layout(0, strategy).normalised(source.shape, mesh) == layout:
+                found[node.name] = strategy
+    return found
+
+
 def _following(node: Node, rule: OpRule, layouts: Mapping[str, Layout]) -> Iterator[Strategy]:
     """Strategies that split one factor as some operand is split, or keep it partial; then the replicated one."""
     for index, name in enumerate(node.operands):
@@ -141,6 +167,6 @@ def _forward_bytes(
         except PlanError:
             return math.inf
         for step in steps:
-            forward, _ = step.collectives(value.shape, value.dtype.itemsize, mesh)
+            forward, _ = value.collectives(step, mesh)
             total += forward.sent_bytes(mesh) if forward else 0.0
     return total
