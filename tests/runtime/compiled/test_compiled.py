@@ -14,6 +14,8 @@ from shardwright.compiler.lower.program import Instruction
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.runtime.compiled.compiler import Compiler, NotCompiled, Stretch, in_stretches
 from shardwright.runtime.compiled.needs import compile_problem
+from shardwright.runtime.programs.execute import may_be_compiled
+from shardwright.training.zoo import GPT
 from whole import plan_of, run, same
 
 # What torch does before it writes code: it takes no compiler of C++.
@@ -59,6 +61,19 @@ def test_a_stretch_stands_between_two_collectives(float64):
     assert [one.call.source for one in left if one.call.draws] == [drawn]
     assert len(left) + len(inside) == len(program.instructions) + 1
     assert compile(running.source, "", "exec")
+
+
+@pytest.mark.parametrize(("device", "rest"), [("cuda", []), ("cpu", ["embedding", "embedding", "cross_entropy_sum"])])
+def test_on_a_gpu_a_whole_step_of_one_device_is_one_stretch(device, rest):
+    def loss_fn(model, batch):
+        return nn.functional.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
+
+    model, batch = GPT(16, width=8, heads=2, layers=1, sequence_length=4), torch.zeros(2, 4, dtype=torch.int64)
+    program = lower(plan_of(model, loss_fn, batch, Mesh.of(d=1), "data"), 0)
+    running, stretches = in_stretches(program, lambda one: may_be_compiled(one, torch.device(device)))
+    left = [one.call.function.split(".") for one in running.instructions if one.kind == "operator"]
+    assert [name for words in left for name in words if name in ("embedding", "cross_entropy_sum")] == rest
+    assert len(left) > len(rest) or (len(left), len(stretches)) == (0, 1)
 
 
 @pytest.mark.parametrize(

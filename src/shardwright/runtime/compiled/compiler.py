@@ -29,6 +29,7 @@ from shardwright.compiler.lower.program import Instruction, LocalProgram, functi
 Chosen = Callable[[Instruction], bool]
 """Whether an instruction may be part of a stretch."""
 _DROPOUTS = ("draws.dropout", "draws.native_dropout")
+_COMPOSED = ("ops.cross_entropy_sum", "ops.cross_entropy_count")  # of torch's operators
 _FEWEST = 2  # operators: to call one that is compiled costs more than the operator
 
 
@@ -64,7 +65,7 @@ class Stretch:
 def calls_torch(instruction: Instruction) -> bool:
     """Return whether an instruction calls operators of torch's own alone, on what it reads and perhaps on a mask."""
     call = instruction.call
-    return instruction.kind == "operator" and (call.calls_aten or call.function in _DROPOUTS)
+    return instruction.kind == "operator" and (call.calls_aten or call.function in (*_DROPOUTS, *_COMPOSED))
 
 
 def in_stretches(program: LocalProgram, chosen: Chosen = calls_torch) -> tuple[LocalProgram, list[Stretch]]:

@@ -90,9 +90,13 @@ def _drew(program: LocalProgram) -> str:
     )
 
 
-def _is_pure(instruction: Instruction) -> bool:
-    """Return whether an instruction may be compiled; what refuses a user's indices does so at its own line."""
-    return calls_torch(instruction) and (instruction.node is None or INDICES.of(instruction.node.op) is None)
+def may_be_compiled(instruction: Instruction, device: torch.device) -> bool:
+    """Return whether an instruction may be compiled on a device.
+
+    What refuses a user's indices on a CPU does so at its own line. A GPU ends the process for them, compiled or not.
+    """
+    refuses = instruction.node is not None and INDICES.of(instruction.node.op) is not None
+    return calls_torch(instruction) and (device.type == "cuda" or not refuses)
 
 
 class Execution:
@@ -149,7 +153,7 @@ class Execution:
 
     def _compile(self, compiler: Compiler) -> Compiled:
         """Have the program call functions in place of its stretches, which are compiled when they are called."""
-        self._running, stretches = in_stretches(self.program, _is_pure)
+        self._running, stretches = in_stretches(self.program, lambda one: may_be_compiled(one, self._device))
         count = sum(instruction.kind == "operator" for instruction in self.program.instructions)
         compiled = compiler.compiled(stretches, count, shapes_of(self._capture), _NAMES | {"device": self._device})
         self._names |= compiled.functions
