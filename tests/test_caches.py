@@ -67,7 +67,7 @@ DICTIONARIES = {
     "runtime/compiled/compiler.py": ("_chosen",),
     "runtime/graphs/captures.py": ("_known",),
     "runtime/programs/resharded.py": ("_known",),
-    "runtime/programs/programs.py": ("cuts", "_by_key"),
+    "runtime/programs/programs.py": ("parts", "_by_key"),
     "runtime/programs/storage.py": ("_moved", "_leaves"),
     "runtime/updates/optimizers.py": ("_known",),
     "distributed/control.py": ("_beside",),

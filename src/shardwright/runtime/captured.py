@@ -136,9 +136,10 @@ class Parallel(ParallelModel):
 
     def __call__(self, batch: Any) -> Any:
         """Return the loss of the global batch, or ``(loss, aux)``; in training mode it is one more step."""
-        return self._counted(batch)[0]
+        return self._step_and_samples(batch)[0]
 
-    def _counted(self, batch: Any) -> tuple[Any, int]:
+    def _step_and_samples(self, batch: Any) -> tuple[Any, int]:
+        """Run a step; return what a call gives for a batch, and how many samples the global batch has."""
         with self._lockstep:
             training, pulse = self.module.training, self._pulse
             if training and self._between_steps:  # all batches of an accumulation are one step
@@ -166,7 +167,8 @@ class Parallel(ParallelModel):
     def _run(self, kind: StepKind, batch: Any) -> tuple[PreparedProgram, Rows, Outputs]:
         """Run a step on a batch: its program, which rows this rank was given, and what the program returns.
 
-        On a GPU, which is not waited for, the next step raises what the model itself raises in this one.
+        What the model itself raises for values of its tensors is raised at once on a CPU, and on a GPU, which is not
+        waited for, at the next step.
         """
         if self._unchecked is not None:
             self._raise_failed()

@@ -1,6 +1,7 @@
 """The base of what `sw.parallelize` returns: nothing that trains or saves asks which way a model runs.
 
-`run.captured.Parallel` runs the programs of a plan, `run.eager_parallel.EagerParallel` torch's DistributedDataParallel.
+`runtime.captured.Parallel` runs the programs of a plan, `runtime.eager_parallel.EagerParallel` torch's
+DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -108,11 +109,11 @@ class ParallelModel(LikeModule):
     def sums(self, batch: Any) -> Sums:
         """Return what `evaluate` gives the means of, left on the device: many batches are then waited for once."""
         with torch.set_grad_enabled(self.module.training and torch.is_grad_enabled()):
-            result, samples = self._counted(batch)
+            result, samples = self._step_and_samples(batch)
         loss, aux = result if isinstance(result, tuple) else (result, None)
         return Sums(loss.detach().double() * samples, self._metrics(aux, batch, samples), samples)
 
-    def _counted(self, batch: Any) -> tuple[Any, int]:
+    def _step_and_samples(self, batch: Any) -> tuple[Any, int]:
         """Return what a call gives for a batch, and how many samples the global batch has."""
         return self(batch), self.samples(batch)
 

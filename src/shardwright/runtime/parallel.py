@@ -106,7 +106,7 @@ def parallelize(
             name of the input.
         predict_fn: ``predict_fn(model, batch) -> outputs``, what ``parallel.predict(batch)`` gives, also for batches of
             another structure, as without labels; by default what the loss function returns beside the loss.
-        hardware: what search="exact" prices plans by: the name of a shipped profile ("h100"), the path of one that
+        hardware: what plans are priced by: the name of a shipped profile ("h100"), the path of one that
             ``shardwright bench --save-profile`` wrote, or its value; read on rank 0 alone, which plans for all. By
             default the shipped profile of the device.
         memory: how many bytes each device may hold, as "80GiB": the plan is the cheapest one found that keeps within,

@@ -13,7 +13,7 @@ from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.mesh.simulate import simulate
 from shardwright.data.loading.batch import Batch
 from shardwright.errors import UsageError
-from shardwright.runtime.programs.inputs import cuts_of, local_inputs, rows_of
+from shardwright.runtime.programs.inputs import input_parts, local_inputs, rows_of
 
 MESH = Mesh.of(a=2, b=2)
 BY_PAIRS = Layout.split(2, {0: ["a"]})  # ranks 0 and 1 have the same rows, as where a tensor is split over b
@@ -33,8 +33,8 @@ class Plan:
 
 def mine(batch, comm):
     """This rank's part of a batch of one tensor."""
-    cuts, _ = cuts_of([DATA.shape], [BY_PAIRS], rows_of(batch, list(batch), None, comm.mesh.size), comm)
-    return local_inputs(list(batch), cuts, comm)
+    parts, _ = input_parts([DATA.shape], [BY_PAIRS], rows_of(batch, list(batch), None, comm.mesh.size), comm)
+    return local_inputs(list(batch), parts, comm)
 
 
 def inputs_of_loaders(**how):

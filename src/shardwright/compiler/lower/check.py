@@ -1,4 +1,4 @@
-"""Checks each local program after each pass."""
+"""Checks each local program before the passes and after those that move collectives."""
 
 from __future__ import annotations
 

@@ -33,7 +33,11 @@ from shardwright.distributed.gradients import BUCKET_BYTES
 def lower(
     plan: Plan, rank: int, bucket_bytes: int = BUCKET_BYTES, first_bucket_bytes: int = BUCKET_BYTES
 ) -> LocalProgram:
-    """The program of ``rank`` under a plan; as many bytes of gradients are reduced together, at first as many.
+    """Return the program of ``rank`` under a plan.
+
+    Args:
+        bucket_bytes: the most bytes of gradients that are reduced together.
+        first_bucket_bytes: the most of those that are reduced first.
 
     Raises:
         LoweringError: where the result is not what the plan says (a defect, to be reported).

@@ -1,8 +1,9 @@
 """Batches in an order that any number of ranks agrees on without talking.
 
-The order of an epoch is fixed by (seed, epoch). A global batch is the next ``batch_size`` samples of it, and a rank's
-part is what `chunk_range` says. So the place in the data is two numbers, the epoch and the samples consumed, and a run
-can go on from it on any other number of ranks.
+The order of an epoch is fixed by (seed, epoch). A global batch is the next ``batch_size`` samples of it. `Loader._cut`
+says which rows of it a rank loads, by the plan's ``batch_rows``, without a plan by `chunk_range`; what a step then
+takes of these is `runtime.programs.inputs.input_parts`. So the place in the data is two numbers, the epoch and the
+samples consumed, and a run can go on from it on any other number of ranks.
 """
 
 from __future__ import annotations

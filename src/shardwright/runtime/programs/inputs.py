@@ -92,33 +92,32 @@ def global_shapes(tensors: Sequence[Tensor], rows: Rows) -> tuple[Shape, ...]:
     return tuple([(total, *s[1:]) if s and s[0] == height else tuple(s) for s in shapes])
 
 
-class Cut(NamedTuple):
+class InputPart(NamedTuple):
     """The place of this rank's part of an input: in what it was given, or in the whole, from the rows of all ranks."""
 
-    part: tuple[slice, ...]
-    all_of: Shape
-    """The shape of a tensor of which that is everything."""
+    slices: tuple[slice, ...]
+    whole: Shape
+    """The shape that a tensor has if the slices take all of it: -1, which no size is, where one does not begin at 0."""
     exchanged: tuple[Range, ...] | None = None
 
     @staticmethod
-    def to(part: tuple[slice, ...], exchanged: tuple[Range, ...] | None = None) -> Cut:
-        """That part."""
-        # A tensor has no size of -1: where something stands before the part, it is everything of none.
-        return Cut(part, tuple(-1 if cut.start else cut.stop for cut in part), exchanged)
+    def at(slices: tuple[slice, ...], exchanged: tuple[Range, ...] | None = None) -> InputPart:
+        """Return the part that these slices take."""
+        return InputPart(slices, tuple(-1 if each.start else each.stop for each in slices), exchanged)
 
-    def of(self, tensor: Tensor) -> Tensor:
-        """The part of a tensor; torch takes microseconds to index one."""
-        if tensor.shape == self.all_of:
+    def take(self, tensor: Tensor) -> Tensor:
+        """Return the part of a tensor; torch takes microseconds to index one."""
+        if tensor.shape == self.whole:
             return tensor
-        for dim, (part, size) in enumerate(zip(self.part, tensor.shape, strict=True)):
+        for dim, (part, size) in enumerate(zip(self.slices, tensor.shape, strict=True)):
             if part.start != 0 or part.stop != size:
                 tensor = tensor.narrow(dim, part.start, part.stop - part.start)
         return tensor
 
 
-def cuts_of(
+def input_parts(
     shapes: Sequence[Shape], layouts: Sequence[Layout], rows: Rows, comm: Communicator
-) -> tuple[list[Cut], bool]:
+) -> tuple[list[InputPart], bool]:
     """Return where this rank's part of every input lies under the plan, and whether ranks had to ask for that."""
     ranges, talked = (rows.all_ranks, False) if rows.all_ranks else _ranges(rows, shapes, layouts, comm)
     if len(ranges) != comm.mesh.size:
@@ -126,29 +125,29 @@ def cuts_of(
             f"the batch was cut for {len(ranges)} ranks, and there are {comm.mesh.size}: it comes from a loader for "
             "other ranks"
         )
-    cuts = []
+    parts = []
     for shape, layout in zip(shapes, layouts, strict=True):
         wanted = [layout.local_slice(shape, comm.mesh, rank) for rank in range(comm.mesh.size)]
         part = wanted[comm.rank]
         if not shape or shape[0] != rows.total:
-            cuts.append(Cut.to(part))
+            parts.append(InputPart.at(part))
         elif all(
             have[0] <= want[0].start and want[0].stop <= have[1] for have, want in zip(ranges, wanted, strict=True)
         ):
             start = ranges[comm.rank][0]
-            cuts.append(Cut.to((slice(part[0].start - start, part[0].stop - start), *part[1:])))
+            parts.append(InputPart.at((slice(part[0].start - start, part[0].stop - start), *part[1:])))
         else:
-            cuts.append(Cut.to(part, ranges))
-    return cuts, talked
+            parts.append(InputPart.at(part, ranges))
+    return parts, talked
 
 
-def local_inputs(tensors: Sequence[Tensor], cuts: Sequence[Cut], comm: Communicator) -> list[Tensor]:
+def local_inputs(tensors: Sequence[Tensor], parts: Sequence[InputPart], comm: Communicator) -> list[Tensor]:
     """This rank's part of every input; rows are exchanged only where ranks lack some."""
     return [
         tensor
-        if cut.exchanged is None and tensor.shape == cut.all_of
-        else cut.of(tensor if cut.exchanged is None else _everything(tensor, cut.exchanged, comm))
-        for tensor, cut in zip(tensors, cuts, strict=True)
+        if part.exchanged is None and tensor.shape == part.whole
+        else part.take(tensor if part.exchanged is None else _everything(tensor, part.exchanged, comm))
+        for tensor, part in zip(tensors, parts, strict=True)
     ]
 
 

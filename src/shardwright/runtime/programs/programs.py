@@ -33,7 +33,15 @@ from shardwright.runtime.programs.batches import described, difference
 from shardwright.runtime.programs.buckets import GradientReduction
 from shardwright.runtime.programs.execute import Execution, Outputs, StepArguments
 from shardwright.runtime.programs.failures import with_text
-from shardwright.runtime.programs.inputs import Cut, Rows, cuts_of, global_shapes, local_inputs, rows_of_output, shown
+from shardwright.runtime.programs.inputs import (
+    InputPart,
+    Rows,
+    global_shapes,
+    input_parts,
+    local_inputs,
+    rows_of_output,
+    shown,
+)
 from shardwright.runtime.programs.planner import Planner
 
 MOST_PROGRAMS = 64
@@ -55,7 +63,7 @@ class PreparedProgram:
     shapes: tuple[tuple[int, ...], ...]
     input_layouts: tuple[Layout, ...]
     unlike: str
-    cuts: dict[Hashable, list[Cut]] = field(default_factory=dict, repr=False)
+    parts: dict[Hashable, list[InputPart]] = field(default_factory=dict, repr=False)
     """Cached by the rows that ranks were given: shapes and layouts are the program's, whose mesh and rank stay."""
 
     def run(self, arguments: StepArguments) -> Outputs:
@@ -69,13 +77,13 @@ class PreparedProgram:
 
     def inputs(self, tensors: Sequence[Tensor], rows: Rows, communicator: Communicator) -> list[Tensor]:
         """This rank's part of every input, as the plan lays it out."""
-        seen = rows.mine, rows.total, rows.all_ranks
-        cuts = self.cuts.get(seen)
-        if cuts is None:
-            cuts, talked = cuts_of(self.shapes, self.input_layouts, rows, communicator)
-            if not talked:  # nor do the other ranks
-                self.cuts[seen] = cuts
-        return local_inputs(tensors, cuts, communicator)
+        key = rows.mine, rows.total, rows.all_ranks
+        parts = self.parts.get(key)
+        if parts is None:
+            parts, asked = input_parts(self.shapes, self.input_layouts, rows, communicator)
+            if not asked:  # else all ranks ask together, each time
+                self.parts[key] = parts
+        return local_inputs(tensors, parts, communicator)
 
     def outputs(
         self, aux: Sequence[Tensor], rows: Rows, communicator: Communicator, *, whole: bool, loss: Tensor | None = None
