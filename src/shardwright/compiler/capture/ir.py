@@ -39,7 +39,8 @@ class Value:
     ``label`` is what a person calls it: the name of the parameter or buffer, the path of an input within the batch
     (``0``, ``image``, ``1.mask``), or the name of the node that made it. ``needs_gradient`` says that the backward of
     the loss comes to it (`shardwright.compiler.capture.reached`). ``reduced_in`` is the dtype in which its gradient is
-    summed over ranks, of parameters and of their casts and views (`shardwright.compiler.capture.reduced`).
+    summed over ranks, of parameters and of their casts and views (`shardwright.compiler.capture.reduced`). ``shared``
+    says that several equal casts are one (`shardwright.compiler.capture.casts`).
     """
 
     name: str
@@ -49,6 +50,7 @@ class Value:
     dtype: torch.dtype
     needs_gradient: bool
     reduced_in: torch.dtype | None = None
+    shared: bool = False
 
     @property
     def bytes(self) -> int:

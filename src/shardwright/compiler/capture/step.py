@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shardwright.compiler.capture.capture import Capturing, StepKind, capture
+from shardwright.compiler.capture.casts import with_shared_casts
 from shardwright.compiler.capture.ir import Capture
 from shardwright.compiler.capture.pins import apply_pins
 from shardwright.compiler.capture.reached import with_gradients_of_loss
@@ -50,7 +51,7 @@ def _finished(
     reduce_dtype: torch.dtype | None,
 ) -> Capture:
     pinned = apply_pins(rewrite(captured, batch_norm=batch_norm), pins)
-    return with_reduction_dtypes(with_gradients_of_loss(pinned), reduce_dtype)
+    return with_reduction_dtypes(with_shared_casts(with_gradients_of_loss(pinned)), reduce_dtype)
 
 
 class OpenStep:

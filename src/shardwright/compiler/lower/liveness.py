@@ -97,7 +97,7 @@ class _Lives:
     def _in_place(self, instruction: Instruction) -> bool:
         if instruction.node is not None:
             return instruction.node.name in self._kept.views
-        return instruction.enters
+        return instruction.enters or instruction.kind == "shared"
 
     def _bytes(self, instruction: Instruction, name: str) -> int:
         plan, rank = self._plan, self._program.rank

@@ -7,9 +7,11 @@ redistributions that it consists of, placed directly before their first consumer
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from shardwright.common.signatures import returns_list, tensors_returned
+from shardwright.compiler.capture.casts import widens_back
 from shardwright.compiler.capture.ir import Node, Value
 from shardwright.compiler.lower.call import COMM, Call, Name
 from shardwright.compiler.lower.check import check
@@ -63,6 +65,7 @@ class _Lowering:
         for transfer in plan.transfers:
             self.pending.setdefault(self._place(transfer), []).append(transfer)
         self.counts: dict[str, int] = {}
+        self.readers: dict[str, Iterator[str]] = {}  # of shared casts: a variable for each of them
         stored = (plan.leaves[value.name] for value in plan.capture.of_kind("parameter"))
         self.splits_parameters = any(layout.split_axes for layout in stored)
 
@@ -95,7 +98,7 @@ class _Lowering:
         return self._firsts[block] if block and not self.plan.block_of_transfer(transfer) else first
 
     def _transfer(self, transfer: Transfer) -> None:
-        variable = transfer.value
+        variable = self._read(transfer.value) if transfer.steps else transfer.value
         value = replace(self.plan.capture.values[transfer.value], needs_gradient=transfer.gradient)
         regathers, block = self.plan.gathers_again(transfer), self.plan.block_of_transfer(transfer)
         for step in transfer.steps:
@@ -122,9 +125,28 @@ class _Lowering:
             variable = made
         for node, index in transfer.consumers:
             if node:
-                self.variables[node, index] = variable
+                self.variables[node, index] = variable if transfer.steps else self._read(variable)
             else:
                 self.outputs[transfer.value] = variable
+
+    def _read(self, value: str) -> str:
+        """Return the variable by which the next reader of a value reads it."""
+        return next(self.readers[value]) if value in self.readers else value
+
+    def _share(self, node: Node) -> None:
+        """Give each reader of a cast that several share a variable of its own; see `capture.casts`."""
+        values, name = self.plan.capture.values, node.results[0]
+        if not widens_back(values[name], values[node.operands[0]]):
+            return
+        moved = [transfer for transfer in self.plan.transfers if transfer.value == name]
+        outputs = [self._fresh(name) for transfer in moved for _ in ([None] if transfer.steps else transfer.consumers)]
+        if len(outputs) < 2:
+            return
+        reads = (name, self.variables[node.name, 0])
+        call = Call("kernels.readers_of", (*variables(reads), len(outputs)))
+        block = self.plan.block_of.get(node.name, "")
+        self.instructions.append(Instruction("shared", tuple(outputs), reads, call, unpacks=True, block=block))
+        self.readers[name] = iter(outputs)
 
     def _cast_of(self, value: Value) -> str | None:
         """Return the variable of which a value is a cast, where its gradient is summed in a wider dtype."""
@@ -158,6 +180,8 @@ class _Lowering:
                 recommunicates=node.name in plan.computed_again,
             )
         )
+        if node.results and values[node.results[0]].shared:
+            self._share(node)
 
 
 def step_call(step: Step, part: Name, value: Value, source: str | None = None) -> Call:

@@ -30,11 +30,12 @@ class Instruction:
     has its ``node``. All others have ``moves``: what they redistribute, one or, joined, several values. A bucket joins
     the gradient reductions of several replicated parameters over the same axes, as small sums are "joined". The program
     begins with "later", in whose backward the gradients of all buckets are waited for. What is done "in place" has no
-    outputs: it ends what operators before it began, which say what it communicates. A "stretch" is a function of
-    several operators (`shardwright.runtime.compiled.compiler`).
+    outputs: it ends what operators before it began, which say what it communicates. A cast that is "shared" has a
+    result for each of its readers. A "stretch" is a function of several operators
+    (`shardwright.runtime.compiled.compiler`).
     """
 
-    kind: Literal["operator", "redistribution", "bucket", "later", "joined", "in place", "stretch"]
+    kind: Literal["operator", "redistribution", "bucket", "later", "joined", "in place", "shared", "stretch"]
     outputs: tuple[str, ...]
     reads: tuple[str, ...]
     call: Call
@@ -62,7 +63,7 @@ class Instruction:
     @property
     def communicates(self) -> bool:
         """Return whether it may communicate, forward or backward, at the same place of all ranks' programs."""
-        return self.kind not in ("operator", "stretch") or self.internal != ((), ())
+        return self.kind not in ("operator", "shared", "stretch") or self.internal != ((), ())
 
     @property
     def passes_on(self) -> bool:

@@ -112,7 +112,7 @@ def _instruction_lines(plan: Plan, program: LocalProgram, instruction: Instructi
                 yield f"    # inside, {direction}: {_collective(collective, program)}"
     elif instruction.kind == "redistribution":
         [(value, step)] = instruction.moves
-        [name], [read] = instruction.outputs, instruction.reads
+        [name], read = instruction.outputs, instruction.reads[0]
         yield f"%{name}: {_local(value, step.after, program)} = {step.kind}(%{read})  # {step.before} -> {step.after}"
         yield from _collective_lines(value, step, program)
         if instruction.regathers:
@@ -122,6 +122,9 @@ def _instruction_lines(plan: Plan, program: LocalProgram, instruction: Instructi
         yield f"# the last of the backward: wait for the gradients of {awaited}"
     elif instruction.kind == "in place":
         yield f"{instruction.call.source}  # in one collective, what is said inside of operators above"
+    elif instruction.kind == "shared":
+        readers = ", ".join(f"%{name}" for name in instruction.outputs)
+        yield f"{readers} = %{instruction.reads[0]}  # one for each reader, whose gradient is cast back on its own"
     elif instruction.kind == "joined":
         for output, read, (value, step) in zip(instruction.outputs, instruction.reads, instruction.moves, strict=True):
             local = _local(value, step.after, program)

@@ -65,6 +65,8 @@ class Stretch:
 def calls_torch(instruction: Instruction) -> bool:
     """Return whether an instruction calls operators of torch's own alone, on what it reads and perhaps on a mask."""
     call = instruction.call
+    if instruction.kind == "shared":
+        return True
     return instruction.kind == "operator" and (call.calls_aten or call.function in (*_DROPOUTS, *_COMPOSED))
 
 

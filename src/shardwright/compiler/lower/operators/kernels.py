@@ -25,6 +25,31 @@ from shardwright.compiler.mesh.collectives import Axes, Communicator
 Sizes = Sequence[int]
 
 
+class _Readers(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, cast: Tensor, count: int) -> tuple[Tensor, ...]:
+        ctx.dtype = source.dtype
+        ctx.set_materialize_grads(False)
+        return tuple(cast.view_as(cast) for _ in range(count))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None, None]:
+        last, *others = [gradient for gradient in reversed(gradients) if gradient is not None]
+        total = last.to(ctx.dtype, copy=True)
+        for gradient in others:
+            total += gradient  # added as numbers of the wider dtype, to which each is exact
+        return total, None, None
+
+
+def readers_of(cast: Tensor, source: Tensor, count: int) -> Sequence[Tensor]:
+    """Return a cast of ``source`` for each of its readers, whose gradients are cast back one by one and then summed."""
+    if not (torch.is_grad_enabled() and source.requires_grad):
+        return [cast] * count
+    found: tuple[Tensor, ...] = _Readers.apply(source, cast.detach(), count)  # type: ignore[no-untyped-call]
+    return found
+
+
 class _AddedElsewhere(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor, broadcast: Sizes, factor: float) -> Tensor:
