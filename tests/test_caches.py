@@ -40,7 +40,7 @@ from shardwright.compiler.plan.search.problem import CostCache, _largest_inside
 from shardwright.compiler.rules import notation
 from shardwright.compiler.rules.row import named_arguments
 from shardwright.compiler.rules.table import rule_of
-from shardwright.runtime.checks import replicas
+from shardwright.runtime.checks import digests
 from shardwright.runtime.eager_predict import Prediction
 from shardwright.runtime.updates import optimizer_steps, optimizers
 
@@ -176,7 +176,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[tuple[Any, ...], ...]]] = {
     "overlaps": (
         load._overlap, ((Box((0, 0), (4, 8)), Box((2, 0), (4, 8))), (Box((0, 0), (4, 8)), Box((3, 2), (4, 4))))
     ),
-    "numbers of places": (replicas._numbers_of_places, ((3, 4), (torch.device("cpu"), torch.device("cpu", 0)))),
+    "numbers of places": (digests._numbers_of_places, ((3, 4), (torch.device("cpu"), torch.device("cpu", 0)))),
     "parameters": (
         signatures._parameters_of, ((torch.ops.aten.add.Tensor, torch.ops.aten.add.out, torch.ops.aten.neg.default),)
     ),

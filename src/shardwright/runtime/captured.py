@@ -91,7 +91,7 @@ class Parallel(ParallelModel):
         rows = rows_of(sample_batch, flatten_batch(sample_batch), options.batch, world.size)
         self.plan = planner.first_plan(sample_batch, rows, plan)
         lockstep = Lockstep() if self.plan.mode == "single" else Lockstep.of_all_ranks()
-        self._same_batch, self._sizes = SameBatch(lockstep, options.checks), SizeExchange(lockstep)
+        self._same_batch, self._sizes = SameBatch(lockstep, world.device, options.checks), SizeExchange(lockstep)
         self._communicator = communicator_over(self.plan.mesh, lockstep)
         if world.device.type == "cpu":
             keep_freed_memory()
@@ -203,7 +203,7 @@ class Parallel(ParallelModel):
         found = look.tensors if look else tensors_of(batch)
         tensors = [x if x.device == device else x.to(device, non_blocking=True) for x in found]
         key = self._programs.keys.of(kind, batch, look)
-        rows = self._rows(batch, tensors, key)
+        rows = self._rows(batch, found, key)
         if not rows.total and any(tensor.ndim for tensor in tensors):
             raise UsageError("the batch is empty; expected at least one sample")
         prepared = self._programs.of(Step.of(kind, batch, key, tensors, rows))

@@ -235,9 +235,11 @@ class _GlobalMean(torch.autograd.Function):
         size = global_size or 0
         # In float64, so that the order of the ranks leaves no trace in a float32 loss.
         behind = float(count == 0 and bool(left))
-        summed = loss.new_tensor([0, count, size, size**2, 0, 0, behind], dtype=torch.float64)
+        summed = loss.new_zeros(7, dtype=torch.float64)
         weighted, samples, sizes, squared_sizes, digests, squared_digests, without = summed.unbind()
         weighted.copy_(loss.double() * count)
+        for number, place in ((count, samples), (size, sizes), (size**2, squared_sizes), (behind, without)):
+            place.fill_(number)  # a list of numbers would be copied to a GPU, which waits for it
         if ranks > 1:
             if buffers:
                 digests.copy_(digest(buffers, loss.device))

@@ -102,7 +102,7 @@ class EagerParallel(ParallelModel):
         self.plan = None
         self._step = step
         self._splitter = splitter
-        self._structure, self._same_batch = Structure(model), SameBatch(lockstep, checks)
+        self._structure, self._same_batch = Structure(model), SameBatch(lockstep, splitter.world.device, checks)
         # Without buffers: the forward gives all ranks those of rank 0, and compares what it changes of them.
         together, failed = splitter.mode != "single", self._failed_in_step
         device = splitter.world.device

@@ -13,7 +13,8 @@ from models import Branching, Transformer, classify, next_token, perceptron_batc
 from ranks import run_ranks
 from shardwright.errors import UsageError
 from shardwright.runtime.checks.check import FIRST, Turns
-from shardwright.runtime.checks.replicas import _difference, _sketch, _sum_of_words
+from shardwright.runtime.checks.digests import sum_of_words
+from shardwright.runtime.checks.replicas import _difference, _sketch
 from shardwright.runtime.updates.optimizer_steps import made_steps
 
 
@@ -334,14 +335,14 @@ def test_ranks_that_train_for_themselves_are_not_compared():
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.float16, torch.uint8, torch.bool])
 @pytest.mark.parametrize("size", [7, 5000, 2**13])
 def test_a_digest_sees_numbers_at_other_places(dtype, size, monkeypatch):
-    monkeypatch.setattr("shardwright.runtime.checks.replicas._PIECE", 2**11)
+    monkeypatch.setattr("shardwright.runtime.checks.digests.PIECE", 2**11)
     generator = torch.Generator().manual_seed(size)
     numbers = torch.arange(size).to(dtype)[torch.randperm(size, generator=generator)]
     others = [numbers.flip(0), numbers.roll(1), numbers.roll(1024), numbers[torch.randperm(size, generator=generator)]]
     swapped, other = numbers.clone(), int((numbers != numbers[0]).nonzero()[0])
     swapped[0], swapped[other] = numbers[other], numbers[0]
     others.append(swapped)
-    sums = [int(_sum_of_words(each, numbers.device)) for each in (numbers, numbers.clone(), *others)]
+    sums = [int(sum_of_words(each, numbers.device)) for each in (numbers, numbers.clone(), *others)]
     assert sums[0] == sums[1]
     assert all(torch.equal(each, numbers) for each, found in zip(others, sums[2:], strict=True) if found == sums[0])
 
@@ -350,7 +351,7 @@ def test_a_digest_sees_numbers_at_other_places(dtype, size, monkeypatch):
 def test_a_sketch_tells_roundings_from_changes(dtype, monkeypatch):
     """Also in tensors of more entries than are looked at together."""
     generator = torch.Generator().manual_seed(1)
-    monkeypatch.setattr("shardwright.runtime.checks.replicas._PIECE", 2**13)
+    monkeypatch.setattr("shardwright.runtime.checks.replicas.PIECE", 2**13)
     numbers = torch.randn(2**15 + 5000, generator=generator, dtype=torch.float64) * 100
     some = numbers.to(dtype)
     rounded = some * 1 if dtype == torch.int64 else some * (1 + 4 * torch.finfo(dtype).eps)

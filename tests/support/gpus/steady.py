@@ -20,7 +20,7 @@ _ASKS |= {"is_nonzero", "equal", "allclose", "masked_select", "unique", "synchro
 _MAKES = {"tensor", "as_tensor", "new_tensor"}  # from numbers in Python, which are copied from pageable memory
 # Where a number is asked for when it has come, and where on a CPU alone.
 _ALLOWED = {
-    ("distributed/on_its_way.py", "value"), ("distributed/seed.py", "drawn"),
+    ("distributed/on_its_way.py", "value"), ("distributed/on_its_way.py", "values"), ("distributed/seed.py", "drawn"),
     ("compiler/lower/operators/kernels.py", "cross_entropy"),
 }  # fmt: skip
 
@@ -49,7 +49,8 @@ def _waits(name: str, args: Any, kwargs: Any) -> bool:
         return any(isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) for index in asked)
     if name == "where":
         return len(args) + len(kwargs) == 1
-    return name in _ASKS or (name in _MAKES and (name == "new_tensor" or kwargs.get("device") is not None))
+    elsewhere = kwargs.get("device") not in (None, "cpu")  # a text means the host, whatever the step's device
+    return name in _ASKS or (name in _MAKES and (name == "new_tensor" or elsewhere))
 
 
 def _ours(frame: FrameType | None) -> str:

@@ -20,10 +20,10 @@ from shardwright.data.loading.same_data import checksum
 from shardwright.distributed.agreement import from_all_ranks
 from shardwright.errors import UsageError
 from shardwright.runtime.checks.check import Turns
+from shardwright.runtime.checks.digests import brought, mixed
 
 _BITS = 20  # of a digest, whose squares many ranks then sum without a rounding
 _SMALL_BYTES = 2**20
-_ODD = (0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64)
 
 
 @dataclass(frozen=True)
@@ -134,14 +134,7 @@ def _sum_of_words(buffer: Any, device: torch.device) -> Tensor:
     kind = {1: torch.uint8, 2: torch.int16}.get(buffer.element_size(), torch.int32)
     words = buffer.detach().resolve_conj().resolve_neg().reshape(-1).view(kind).to(torch.int64) + 1
     factors = mixed(torch.arange(1, len(words) + 1, device=words.device)) | 1
-    return (words * factors).sum().to(device)
-
-
-def mixed(numbers: Tensor) -> Tensor:
-    """Whole numbers of which neighbours become unlike; on their device, with signs, and not as `data.order` mixes."""
-    numbers = numbers * _ODD[0]
-    numbers = (numbers ^ numbers >> 31) * _ODD[1]
-    return numbers ^ numbers >> 29
+    return brought((words * factors).sum(), device)
 
 
 def refusal(names: Collection[str]) -> str:

@@ -33,6 +33,11 @@ class Turns:
         self.seen += 1
         return self._all or self.seen <= FIRST or self.seen % EVERY == 0
 
+    @property
+    def steady(self) -> bool:
+        """Return whether the last call was none of the first ones, and few are such as it."""
+        return not self._all and self.seen > FIRST
+
 
 def checks_problem(checks: object) -> str | None:
     """Return why an argument names no way to check; None where it does."""

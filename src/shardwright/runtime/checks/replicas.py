@@ -17,7 +17,6 @@ attention, which Adam makes as large as any other. Such parameters are refused w
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -40,18 +39,17 @@ from shardwright.compiler.mesh.processes import all_gather_single
 from shardwright.distributed.agreement import from_all_ranks
 from shardwright.distributed.control import control_group
 from shardwright.distributed.lockstep import Lockstep
+from shardwright.distributed.on_its_way import OnItsWay
 from shardwright.distributed.ranks import alone
 from shardwright.errors import UsageError
-from shardwright.runtime.checks.changed_buffers import Place, mixed, places_of
+from shardwright.runtime.checks.changed_buffers import Place, places_of
 from shardwright.runtime.checks.check import EVERY, Checks, Turns
+from shardwright.runtime.checks.digests import PIECE, mixed, sum_of_words
 from shardwright.runtime.programs.splitting import is_split
 from shardwright.runtime.updates.optimizer_steps import made_steps, unlike
 
 _PROJECTIONS = 8
 _WIDTH = 2**12  # of the rows that are projected together
-_ROW = 2**10  # words that are summed together for a digest
-_KEPT = 16  # bits of how many numbers of places are kept
-_PIECE = 2**20  # entries that are looked at together, so that no copy of a whole tensor is made
 _NAMED = 8  # ranks that a message names
 
 Summed = Mapping[str, Collection[str]]
@@ -115,18 +113,25 @@ class Replicas:
         # The method of who has this: a model that nobody holds is to be gone at once, with its process groups.
         self._failed = WeakMethod(failed) if failed is not None else None
         self._made_before = made_steps()
+        self._later = device.type != "cpu"  # whether numbers are read one call after they were asked for
+        self._begun: OnItsWay | None = None
         self.due = False
         """Whether `before` compares in any case."""
 
     def before(self, tensors: Sequence[Tensor] = ()) -> None:
         """Compare, where that is due; all ranks call it together. What was refused in the last call is looked at again.
 
+        A GPU is not waited for: what it is asked for in one call, but for the first ones, is compared in the next.
+
         Raises:
             UsageError: on every rank, where what they hold has drifted apart; the next step may begin then.
         """
         if self._compares and self._turns.next():
+            if self._later and self._turns.steady and self._sets and not self.due:
+                self._begun = self._digests()
+                return
             self.due = True
-        if not self.due:
+        if not self.due and self._begun is None:
             return
         try:
             refusal = self.check()
@@ -143,9 +148,11 @@ class Replicas:
         Returns:
             on every rank what to say where some hold other numbers than others, which the next call looks at again.
         """
+        begun, self._begun = self._begun, None
+        self.due = True
         if self._sets or self._has_split:
             with torch.no_grad():
-                everyone = self._gathered([_digest(held, self._device) for held in self._sets.values()])
+                everyone = self._gathered(begun or self._digests())
                 if refusal := self._other_steps([theirs[len(self._sets) :] for theirs in everyone]):
                     return refusal
                 others = [
@@ -179,10 +186,15 @@ class Replicas:
             found.setdefault(each.first, []).append(each)
         return found
 
-    def _gathered(self, digests: Sequence[Tensor]) -> list[list[int]]:
+    def _digests(self) -> OnItsWay:
+        """Return a number for each way in which tensors are cut, of all that is cut so."""
+        with torch.no_grad():
+            digests = [_digest(held, self._device) for held in self._sets.values()]
+            return OnItsWay(torch.stack(digests) if digests else torch.empty(0, device="cpu"))
+
+    def _gathered(self, digests: OnItsWay) -> list[list[int]]:
         """Those of all ranks, rank by rank, and what optimizers have done to split parameters."""
-        alike = torch.stack([*digests]).tolist() if digests else []
-        mine = torch.tensor([*alike, *made_steps().since(self._made_before)], device="cpu")
+        mine = torch.tensor([*digests.values(), *made_steps().since(self._made_before)], device="cpu")
         everyone = mine.new_empty(dist.get_world_size() * len(mine))
         self._lockstep.run(all_gather_single, everyone, mine, group=control_group())
         found: list[list[int]] = everyone.view(-1, len(mine)).tolist()
@@ -195,7 +207,7 @@ class Replicas:
 
     def _measure(self, held: Sequence[_Held]) -> str | None:
         """Return what is to be refused of what differs by more than roundings."""
-        sums = from_all_ranks(torch.stack([_sum_of_words(each.now, self._device) for each in held]).tolist())
+        sums = from_all_ranks(torch.stack([sum_of_words(each.now, self._device) for each in held]).tolist())
         unlike = {
             each: ranks
             for at, each in enumerate(held)
@@ -281,57 +293,8 @@ def _held(model: nn.Module, buffers: Collection[str], axes: frozenset[str]) -> I
 
 def _digest(held: Sequence[_Held], device: torch.device) -> Tensor:
     """A whole number that other values would nearly never give, a scalar of int64 on ``device``."""
-    sums = torch.stack([_sum_of_words(each.now, device) for each in held])
+    sums = torch.stack([sum_of_words(each.now, device) for each in held])
     return mixed(sums + torch.arange(len(held), device=device)).sum()
-
-
-def _sum_of_words(tensor: Tensor | None, device: torch.device) -> Tensor:
-    """All bits of a tensor, as words times numbers that belong to their places, modulo 2**64, in whatever order."""
-    if tensor is None or tensor.layout != torch.strided:
-        return torch.ones((), dtype=torch.int64, device=device)
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    if plain.element_size() > 8:
-        plain = torch.view_as_real(plain)
-    flat, size = _in_memory_order(plain).reshape(-1), plain.element_size()
-    if flat.nbytes % 8 == 0 == flat.storage_offset() * size % 8:
-        return _weighed(flat.view(torch.int64)).to(device)
-    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
-    # In pieces, since torch copies what it sums in another dtype.
-    pieces = [_weighed(piece) for piece in torch.split(flat.view(kind), _PIECE)]
-    return _times_places(torch.stack(pieces)).to(device)
-
-
-def _in_memory_order(tensor: Tensor) -> Tensor:
-    """Return the numbers so that ``reshape(-1)`` copies none of a tensor whose channels come last."""
-    for kind, dims in ((torch.channels_last, 4), (torch.channels_last_3d, 5)):
-        if tensor.ndim == dims and tensor.is_contiguous(memory_format=kind):
-            return tensor.movedim(1, -1)
-    return tensor
-
-
-def _weighed(words: Tensor) -> Tensor:
-    """The sums of rows and of columns of words, which are read twice and not copied, and what is no whole row."""
-    count = len(words) // _ROW * _ROW
-    if not count:
-        return _times_places(words)
-    rows = words[:count].view(-1, _ROW)
-    return _times_places(torch.cat([rows.sum(0), rows.sum(1), words[count:].to(torch.int64)]))
-
-
-def _times_places(words: Tensor) -> Tensor:
-    count = len(words)
-    kept = _numbers_of_places(min(count.bit_length(), _KEPT), words.device)
-    numbers = kept[:count] if count <= len(kept) else mixed(torch.arange(1, count + 1, device=words.device)) | 1
-    return (words * numbers).sum()
-
-
-@functools.cache
-def _numbers_of_places(bits: int, device: torch.device) -> Tensor:
-    """Odd ones, for the first 2**bits places.
-
-    Cached by all that they follow from; callers read them alone.
-    """
-    return mixed(torch.arange(1, 2**bits + 1, device=device)) | 1
 
 
 class _Sketch(NamedTuple):
@@ -352,12 +315,12 @@ def _sketch(tensor: Tensor | None) -> _Sketch:
     flat = (torch.view_as_real(plain) if plain.is_complex() else plain).reshape(-1)
     signs = _signs(0, _WIDTH, flat.device)
     total = torch.zeros(_PROJECTIONS + 2, dtype=torch.float64, device=flat.device)
-    for number, piece in enumerate(torch.split(flat, _PIECE)):
+    for number, piece in enumerate(torch.split(flat, PIECE)):
         numbers = piece.double()
         finite = numbers.isfinite()
         numbers = numbers.where(finite, 0)
         rows = nn.functional.pad(numbers, (0, -len(numbers) % _WIDTH)).view(-1, _WIDTH)
-        total[:-2] += (rows @ signs * _signs(_WIDTH + number * (_PIECE // _WIDTH), len(rows), flat.device)).sum(0)
+        total[:-2] += (rows @ signs * _signs(_WIDTH + number * (PIECE // _WIDTH), len(rows), flat.device)).sum(0)
         total[-2] += numbers.square().sum()
         total[-1] += len(numbers) - finite.sum()
     *projections, squares, not_finite = total.tolist()
