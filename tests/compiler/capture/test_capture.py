@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from equals_eager import assert_equals_eager, captured_and_checked
 from graph_models import Perceptron, SmallResNet, Transformer, cases, classes, language, squares
 from torch import nn
 
+from equals_eager import assert_equals_eager, captured_and_checked
 from gpu_like import GPU
 from shardwright.compiler.capture.capture import capture, flatten_batch
 from shardwright.compiler.capture.evaluate import evaluate

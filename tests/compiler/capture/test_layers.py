@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from equals_eager import assert_equals_eager, captured_and_checked
 from graph_models import Perceptron
 from torch import nn
 
+from equals_eager import assert_equals_eager, captured_and_checked
 from shardwright.compiler.capture.rewrite import rewrite
 
 

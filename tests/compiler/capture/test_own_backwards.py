@@ -6,7 +6,6 @@ import warnings
 
 import pytest
 import torch
-from equals_eager import captured_and_checked
 from graph_models import Perceptron
 from torch import nn
 from torch.autograd.function import once_differentiable
@@ -14,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils import checkpoint as checkpointing
 from torch.utils.checkpoint import CheckpointFunction, checkpoint, checkpoint_sequential
 
+from equals_eager import captured_and_checked
 from shardwright.compiler.capture.capture import capture
 from shardwright.compiler.capture.tracing.frozen import RecomputationWarning
 from shardwright.compiler.rules.register import name_of, register_rule

@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
-from equals_eager import assert_equals_eager
 from graph_models import Perceptron
 from torch import nn
 
+from equals_eager import assert_equals_eager
 from shardwright.compiler.capture.capture import capture, flatten_batch
 from shardwright.compiler.capture.check import check
 from shardwright.compiler.capture.evaluate import evaluate

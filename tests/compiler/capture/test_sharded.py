@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from equals_eager import captured_and_checked
 from graph_models import Perceptron, TwoProducts, cases, squares
 from torch import nn
 
+from equals_eager import captured_and_checked
 from shardwright.compiler.capture.capture import capture
 from shardwright.compiler.capture.pins import apply_pins, shard
 from shardwright.compiler.capture.rewrite import rewrite

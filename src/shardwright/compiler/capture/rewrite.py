@@ -15,11 +15,11 @@ from typing import Any, Literal
 
 import torch
 
-from shardwright.common.signatures import schema_parameters
 from shardwright.compiler.capture.check import check
-from shardwright.compiler.capture.ir import Capture, Names, Node, Value
-from shardwright.compiler.rules.notation import Operand
-from shardwright.compiler.rules.row import chosen_dims, named_arguments
+from shardwright.compiler.capture.ir import Capture, Node, Value
+from shardwright.compiler.capture.rewriting.masks import lookups_as_views, without_known_masks
+from shardwright.compiler.capture.rewriting.writer import Writer
+from shardwright.compiler.rules.row import chosen_dims
 from shardwright.compiler.rules.table import Column, column
 
 _NONE, _MEAN, _SUM = 0, 1, 2  # torch's numbers for reduction=
@@ -27,8 +27,8 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def rewrite(capture: Capture, *, batch_norm: Literal["global", "per-replica"] = "global") -> Capture:
-    """The capture with every mean taken apart, and batch normalisation as asked for."""
-    rewritten = means_to_sums(capture)
+    """The capture with every mean taken apart, without masks that are known, and batch normalisation as asked for."""
+    rewritten = without_known_masks(lookups_as_views(means_to_sums(capture)))
     return rewritten if batch_norm == "global" else statistics_per_replica(rewritten)
 
 
@@ -52,7 +52,7 @@ def means_to_sums(capture: Capture) -> Capture:
     Left whole are means that are none of the operators of `_MEANS`: ``ctc_loss``, ``multi_margin_loss`` and others
     of which each element has its own divisor.
     """
-    writer = _Writer(capture)
+    writer = Writer(capture)
     for node in capture.nodes:
         apply = _MEANS.of(node.op)
         if apply is None or not apply(writer, node):
@@ -60,97 +60,11 @@ def means_to_sums(capture: Capture) -> Capture:
     return check(writer.capture())
 
 
-class _Writer:
-    """Writes the nodes of a new capture; what replaces a node gives its result the same name."""
-
-    def __init__(self, capture: Capture) -> None:
-        self._old = capture
-        self._nodes: list[Node] = []
-        self._values = {name: value for name, value in capture.values.items() if value.kind != "result"}
-        self._names = Names.of(capture)
-
-    def keep(self, node: Node) -> None:
-        self._nodes.append(node)
-        self._values.update({name: self._old.values[name] for name in node.results})
-
-    def value(self, name: str) -> Value:
-        """A value that is written already."""
-        return self._values[name]
-
-    def replaced(self, node: Node) -> Value:
-        """The result of a node that is not kept."""
-        return self._old.values[node.results[0]]
-
-    def fill(self, arg: Any, node: Node) -> Any:
-        """An argument of ``node`` with `Value` where its tensors go."""
-        if isinstance(arg, Operand):
-            return self._values[node.operands[arg.index]]
-        return tuple(self.fill(a, node) for a in arg) if isinstance(arg, tuple) else arg
-
-    def emit(
-        self,
-        like: Node,
-        op: str,
-        args: Sequence[Any],
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Value:
-        """Write an operator at the place of ``like``; its arguments hold `Value` where the tensors go."""
-        operands: list[Value] = []
-
-        def operand(arg: Any) -> Any:
-            if isinstance(arg, Value):
-                operands.append(arg)
-                return Operand(len(operands) - 1)
-            return tuple(operand(a) for a in arg) if isinstance(arg, (tuple, list)) else arg
-
-        placed = tuple(operand(arg) for arg in args)
-        named = tuple((name, operand(arg)) for name, arg in (kwargs or {}).items())
-        name = self._names.unused(op.split(".")[1])
-        flows = dtype.is_floating_point and any(value.needs_gradient for value in operands)
-        value = Value(name, "result", like.name, tuple(shape), dtype, flows)
-        names = tuple(value.name for value in operands)
-        pin = like.pin if names == like.operands else None
-        self._nodes.append(Node(name, op, placed, named, names, (name,), like.scope, like.source, pin))
-        self._values[name] = value
-        return value
-
-    def emit_again(self, node: Node, changed: Mapping[str, Any], shape: Sequence[int], dtype: torch.dtype) -> Value:
-        """Write ``node`` with some of its arguments changed, by name."""
-        names = [parameter.name for parameter in schema_parameters(node.op)]
-        defaults = [parameter.default for parameter in schema_parameters(node.op)]
-        last = max(names.index(name) for name in changed)
-        args = [self.fill(arg, node) for arg in node.args]
-        args += defaults[len(args) : last + 1]
-        for name, arg in changed.items():
-            args[names.index(name)] = arg
-        kwargs = {name: self.fill(arg, node) for name, arg in node.kwargs if name not in changed}
-        return self.emit(node, node.op, args, shape, dtype, kwargs)
-
-    def name_last(self, node: Node) -> None:
-        """Give what was written last the name and the result of ``node``, which it replaces."""
-        last = self._nodes[-1]
-        del self._values[last.results[0]]
-        self._nodes[-1] = replace(last, name=node.name, results=node.results)
-        self._values[node.results[0]] = self._old.values[node.results[0]]
-
-    def capture(self) -> Capture:
-        return replace(self._old, nodes=tuple(self._nodes), values=self._values)
-
-
-def _arguments(writer: _Writer, node: Node) -> dict[str, Any]:
-    """The arguments of a node by name, with `Value` where its tensors go."""
-    return {
-        name: writer.fill(arg, node) for name, arg in named_arguments(node.op, node.args, dict(node.kwargs)).items()
-    }
-
-
-def _cast(writer: _Writer, node: Node, value: Value, dtype: torch.dtype) -> Value:
+def _cast(writer: Writer, node: Node, value: Value, dtype: torch.dtype) -> Value:
     return writer.emit(node, "aten._to_copy.default", (value,), value.shape, dtype, {"dtype": dtype})
 
 
-def _finish(writer: _Writer, node: Node, total: Value, count: Value | int) -> bool:
+def _finish(writer: Writer, node: Node, total: Value, count: Value | int) -> bool:
     """``total / count`` in the dtype of the node's result, as that result."""
     wanted = writer.replaced(node)
     value = writer.emit(node, "aten.div.Tensor", (total, count), wanted.shape, total.dtype)
@@ -160,9 +74,9 @@ def _finish(writer: _Writer, node: Node, total: Value, count: Value | int) -> bo
     return True
 
 
-def _mean(writer: _Writer, node: Node) -> bool:
+def _mean(writer: Writer, node: Node) -> bool:
     """``mean(x)`` and ``mean(x, dim)``."""
-    arguments = _arguments(writer, node)
+    arguments = writer.arguments(node)
     x: Value = arguments["self"]
     wanted = writer.replaced(node)
     dtype = torch.float32 if wanted.dtype in _HALF else wanted.dtype
@@ -178,9 +92,9 @@ def _mean(writer: _Writer, node: Node) -> bool:
     return _finish(writer, node, total, count)
 
 
-def _pointwise_loss(writer: _Writer, node: Node) -> bool:
+def _pointwise_loss(writer: Writer, node: Node) -> bool:
     """A loss of every element, averaged over all elements, whatever their weights."""
-    arguments = _arguments(writer, node)
+    arguments = writer.arguments(node)
     if arguments["reduction"] != _MEAN:
         return False
     shape = _broadcast([writer.value(name).shape for name in node.operands])
@@ -199,25 +113,25 @@ def _broadcast(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
     return tuple(max(sizes) if 0 not in sizes else 0 for sizes in zip(*padded, strict=True))
 
 
-def _summed_cross_entropy(writer: _Writer, node: Node, tensors: tuple[Any, ...], settings: Mapping[str, Any]) -> Value:
+def _summed_cross_entropy(writer: Writer, node: Node, tensors: tuple[Any, ...], settings: Mapping[str, Any]) -> Value:
     logits, target, weight = tensors
     args = (logits, target, weight, settings["ignore_index"], settings["label_smoothing"])
     return writer.emit(node, "shardwright.cross_entropy_sum", args, (), logits.dtype)
 
 
-def _summed_likelihood(writer: _Writer, node: Node, tensors: tuple[Any, ...], settings: Mapping[str, Any]) -> Value:
+def _summed_likelihood(writer: Writer, node: Node, tensors: tuple[Any, ...], settings: Mapping[str, Any]) -> Value:
     return writer.emit(node, node.op, (*tensors, _SUM, settings["ignore_index"]), (), tensors[0].dtype)
 
 
 def _class_loss(
-    writer: _Writer, node: Node, summed: Callable[[_Writer, Node, tuple[Any, ...], Mapping[str, Any]], Value]
+    writer: Writer, node: Node, summed: Callable[[Writer, Node, tuple[Any, ...], Mapping[str, Any]], Value]
 ) -> bool:
     """A loss over classes that ``summed`` writes, averaged over the weights of the classes that are not ignored.
 
     A target of probabilities has no weights to divide by: the average is over the samples. The loss of one sample
     without a batch dim is left whole.
     """
-    arguments = _arguments(writer, node)
+    arguments = writer.arguments(node)
     logits: Value = arguments["self"]
     if arguments["reduction"] != _MEAN or len(logits.shape) < 2:
         return False
@@ -234,7 +148,7 @@ def _class_loss(
 
 
 # Columns of the table of operators: what is written in place of a mean, and of a batch normalisation per replica.
-_MEANS: Column[Callable[[_Writer, Node], bool]] = column(
+_MEANS: Column[Callable[[Writer, Node], bool]] = column(
     ("mean", _mean),
     ("mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss", _pointwise_loss),
     ("binary_cross_entropy binary_cross_entropy_with_logits kl_div", _pointwise_loss),
