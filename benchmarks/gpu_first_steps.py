@@ -435,7 +435,7 @@ def timed(call: Callable[[], Any], device: torch.device, times: int) -> float:
     return statistics.median(took)
 
 
-def _speed(network: Network, device: torch.device, quick: bool) -> dict[str, Any]:
+def _speed(network: Network, device: torch.device, quick: bool, compiled: bool = True) -> dict[str, Any]:
     """Milliseconds of a step in bf16: ours beside plain PyTorch, and both compiled, which take turns."""
     rounds, steps = (2, 1) if quick else (5, 10)
     first_s: dict[str, float | str] = {}
@@ -466,7 +466,10 @@ def _speed(network: Network, device: torch.device, quick: bool) -> dict[str, Any
         first_s[f"s of the first steps, {way}"] = round(time.perf_counter() - start, 1)
         return run
 
-    ways = {way: stepping(way) for way in ("ours", "plain", *([] if quick else ["compiled", "ours compiled"]))}
+    ways = {
+        way: stepping(way)
+        for way in ("ours", "plain", *(["compiled", "ours compiled"] if compiled and not quick else []))
+    }
     took: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(rounds):
         for way, run in ways.items():
