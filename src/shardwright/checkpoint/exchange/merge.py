@@ -132,7 +132,10 @@ def _write_folder(source: Source, chosen: Mapping[str, Entry], target: Path) -> 
 
 
 def _write_safetensors(source: Source, chosen: Mapping[str, Entry], file: BinaryIO, target: Path) -> MergedFile:
-    """safetensors' own functions want all tensors in memory at once, or a file of them mapped."""
+    """Write a safetensors file piece by piece.
+
+    The functions of safetensors want all tensors in memory at once, or a file of them mapped.
+    """
     tensors = {name: entry for name, entry in chosen.items() if isinstance(entry, TensorEntry)}
     layout = lay_out({name: (entry.dtype, entry.shape) for name, entry in tensors.items()})
     file.write(layout.begin)

@@ -40,6 +40,7 @@ class FileLayout:
 
 
 def size_of(tensor: Described) -> int:
+    """Return the bytes that the elements of a tensor take."""
     dtype, shape = tensor
     return math.prod(shape) * dtype.itemsize
 

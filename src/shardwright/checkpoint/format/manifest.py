@@ -105,8 +105,10 @@ class Box:
 
 @dataclass(frozen=True)
 class Extent:
-    """A container: ``length`` bytes of ``file`` from ``start`` on. ``data`` is where in it the elements begin (0 for
-    a value that is no tensor). ``checksums`` are of its blocks of `BLOCK_BYTES`, counted from ``start``.
+    """The place of a container in a file of the checkpoint.
+
+    It is ``length`` bytes of ``file`` from ``start`` on. Its elements begin ``data`` bytes after its start (0 for a
+    value that is no tensor). ``checksums`` are of its blocks of `BLOCK_BYTES`, counted from ``start``.
     """
 
     file: str
@@ -155,8 +157,10 @@ Entry = TensorEntry | ValueEntry
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file beside the manifest. ``checksum`` is of the whole of it, None where the checksums of the entries in it,
-    which cover every byte, say more.
+    """A file beside the manifest, with its size and its checksum.
+
+    ``checksum`` is of the whole file. It is None where the entries in the file have checksums of their own, which cover
+    every byte.
     """
 
     size_bytes: int

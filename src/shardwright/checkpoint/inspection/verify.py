@@ -70,6 +70,7 @@ def verify(where: str | os.PathLike[str] | Folder) -> list[Verified]:
 
 
 def verify_one(folder: Folder) -> Verified:
+    """Verify the checkpoint in a folder, with a progress note."""
     with waiting_for(f"verifying {folder.where}"):
         return _verified(folder)
 

@@ -54,7 +54,7 @@ def load(
 ) -> LoadedState:
     """Fill the tensors of ``wanted`` in place from a checkpoint, each DTensor with this rank's part of it.
 
-    ``wanted`` maps paths to tensors, DTensors or `TensorShard`\\ s, whose memory is filled, or to anything else: then
+    ``wanted`` maps each path to a tensor, DTensor or `TensorShard`, whose memory is filled, or to anything else: then
     what the checkpoint has there is returned in `LoadedState.values`, a tensor whole. No rank waits for another; every
     rank calls it with the same names. ``rank`` is this process's own where not given. ``rename`` says how the
     parameters of the checkpoint are called here, ``{"encoder.*": "backbone.*"}`` or a function of a name.
@@ -94,12 +94,14 @@ def load(
 
 
 def read_box(source: Source, entry: TensorEntry, box: Box) -> Tensor:
+    """Return the elements of a tensor in ``box``, read from a checkpoint."""
     part = torch.empty(box.sizes, dtype=entry.dtype, device="cpu")
     _run(source, _jobs_of(entry, box, part), source.folder.threads)
     return part
 
 
 def read_whole(source: Source, entry: TensorEntry, into: Tensor) -> None:
+    """Read a whole tensor of a checkpoint into ``into``."""
     _run(source, _jobs_of(entry, Box((0,) * len(entry.shape), entry.shape), into), source.folder.threads)
 
 
@@ -110,8 +112,10 @@ def current_rank() -> int:
 
 @dataclass(frozen=True, eq=False)
 class _Job:
-    """Elements to fetch: ``part`` of a chunk, in the coordinates of the chunk, goes into ``target`` of its shape. The
-    first of them is number ``first`` of the chunk; ``together`` says that no others lie between them.
+    """Elements to read: a ``part`` of a chunk, which goes into ``target``.
+
+    ``part`` is in the coordinates of the chunk, and ``target`` has its shape. The first element is number ``first`` of
+    the chunk; ``together`` says that no other elements lie between them.
     """
 
     entry: TensorEntry
@@ -250,8 +254,10 @@ def _cover(sizes: Sequence[int], strides: Sequence[int]) -> int:
 
 
 def _cut(part: Box, dim: int, whole: Box, strides: Sequence[int], item: int, target: Tensor | None) -> Iterator[Box]:
-    """Cut a part of ``whole``, of which all dims before ``dim`` have one row, so that every part is one stretch both in
-    the file and in ``target``, or covers at most a slab.
+    """Divide ``part`` into boxes that are each read at once.
+
+    Each is one stretch both in the file and in ``target``, which is all of ``whole``, or covers at most a slab. All
+    dims of ``part`` before ``dim`` have one row.
 
     Rows with more than a block of other elements between them are not read together.
     """

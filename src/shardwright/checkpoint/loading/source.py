@@ -49,8 +49,10 @@ class Damage:
 
 
 class BlockRead(NamedTuple):
-    """Blocks of a container from number ``block`` on: ``buffer`` takes all of them but so many bytes ``before`` and
-    ``after``, which are read for the sake of the checksums.
+    """The blocks of a container from number ``block`` on, to be read into a buffer.
+
+    ``buffer`` takes all of their bytes but the first ``before`` and the last ``after``, which are read for the
+    checksums alone.
     """
 
     entry: str
@@ -62,8 +64,10 @@ class BlockRead(NamedTuple):
 
 
 class _Scratch(threading.local):
-    """The last block that a thread read of which it needed a part only: the next part is often in it too. ``rest`` is
-    room for what is read and not wanted at all. The file that it read last stays open.
+    """The memory into which a thread reads blocks, and the file that it read last.
+
+    ``memory`` holds the last block of which the thread needed a part only: the next part is often in it too. ``rest``
+    takes what is read and not wanted at all. The file stays open.
     """
 
     key: tuple[str, int, int] | None = None
@@ -153,8 +157,10 @@ class Source:
         return []
 
     def check_blocks(self, entry: str, place: Extent, index: int, *buffers: memoryview) -> list[Damage]:
-        """Read the blocks of a container from number ``index`` on into ``buffers``, which together have their size;
-        what is wrong with each of them. Few at once are summed while the processor has them in its cache.
+        """Read blocks of a container into ``buffers``, and return the damage that is found.
+
+        The first block is number ``index``, and the buffers together have the size of all of them. The checksums of a
+        few blocks at once are computed while the blocks are in the processor's cache.
         """
         start, size = place.start + index * BLOCK_BYTES, sum(map(len, buffers))
         try:

@@ -39,8 +39,10 @@ _copies: set[threading.Event] = set()
 
 
 def wait_copied() -> None:
-    """Wait until all that is being saved in this process is copied, so that it may be changed; the steps of torch's
-    optimizers do so themselves. Does nothing where nothing is being copied, and raises nothing.
+    """Wait until all that is being saved in this process is copied, so that it may be changed.
+
+    The steps of torch's optimizers do so themselves. Nothing happens where nothing is being copied, and nothing is
+    raised.
     """
     for copied in tuple(_copies):
         copied.wait()

@@ -32,8 +32,9 @@ class File(Protocol):
     """A file of a folder."""
 
     def read_into(self, start: int, buffers: Sequence[memoryview]) -> int:
-        """Fill one buffer after the other with what stands in it from byte ``start`` on; how many bytes came, fewer
-        than there is room for only at its end.
+        """Fill the buffers with the bytes from ``start`` on, and return how many there were.
+
+        There are fewer than the buffers have room for only at the end of the file.
         """
 
 
@@ -54,8 +55,9 @@ class LocalFile:
 
 
 class Folder:
-    """A directory to read from. ``where`` is how its user calls it. It is read best by so many ``threads``, in pieces
-    of ``piece_bytes``.
+    """A directory to read from.
+
+    ``where`` is the name that its user gave it. It is best read by ``threads`` threads, in pieces of ``piece_bytes``.
     """
 
     where: str
@@ -205,4 +207,5 @@ def file_system(url: str) -> tuple[Any, str]:
 
 
 def last_part(path: str) -> str:
+    """Return the last part of a path or URL."""
     return path.rstrip("/").rsplit("/", 1)[-1]

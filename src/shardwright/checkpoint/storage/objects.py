@@ -45,8 +45,10 @@ def open_store(where: str | Path, retention: Retention = KEEP_ALL) -> Store:
 
 
 class ObjectStore(Store):
-    """A store whose files are objects. A checkpoint of a name that is there already takes its place only where another
-    complete one stays beside it, since two cannot be exchanged at one instant.
+    """A store whose files are objects.
+
+    Two objects cannot be exchanged at one instant: a checkpoint replaces one of the same name only where another
+    complete one stays beside it.
     """
 
     def _make_room(self, name: str, nonce: str) -> str:

@@ -118,6 +118,7 @@ def steady(run: Run, state: Mapping[Path, Any]) -> set[Path]:
 
 
 def name_of(step: int) -> str:
+    """Return the name of the checkpoint after ``step`` optimizer steps; a negative number raises `UsageError`."""
     if step < 0:
         raise UsageError(f"expected step, the optimizer steps done, to be at least 0, got {step}")
     return f"step-{step:08d}"
@@ -167,6 +168,7 @@ def generators(ranks: Ranks) -> list[dict[str, Any]]:
 
 
 def put_generators(saved: list[Mapping[str, Any]], ranks: Ranks) -> None:
+    """Set this rank's generators as saved; with another number of ranks, seed them from what was saved, and warn."""
     if len(saved) in (1, ranks.size):
         put_random_state(saved[ranks.rank if len(saved) == ranks.size else 0])
         return

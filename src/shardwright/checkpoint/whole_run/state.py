@@ -273,6 +273,7 @@ def random_state() -> dict[str, Any]:
 
 
 def put_random_state(state: Mapping[str, Any]) -> None:
+    """Set the generators of this process to what `random_state` has returned."""
     random.setstate(state["python"])
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
