@@ -59,27 +59,32 @@ class HostFinding:
 
 
 def ok(text: str, *remedy: str) -> Finding:
+    """Return a finding of the severity OK."""
     return Finding(Severity.OK, text, remedy)
 
 
 def note(text: str, *remedy: str) -> Finding:
+    """Return a finding of the severity NOTE."""
     return Finding(Severity.NOTE, text, remedy)
 
 
 def unknown(text: str, *remedy: str) -> Finding:
+    """Return a finding of the severity UNKNOWN."""
     return Finding(Severity.UNKNOWN, text, remedy)
 
 
 def warning(text: str, *remedy: str) -> Finding:
+    """Return a finding of the severity WARNING."""
     return Finding(Severity.WARNING, text, remedy)
 
 
 def problem(text: str, *remedy: str) -> Finding:
+    """Return a finding of the severity PROBLEM."""
     return Finding(Severity.PROBLEM, text, remedy)
 
 
 MISREAD = (Unreadable, ValueError, TypeError, KeyError, IndexError, AttributeError)
-"""What a check raises where a host says something in a form that the check does not expect."""
+"""The errors that a check raises where a host says something in a form that the check does not expect."""
 
 
 def misread(error: Exception) -> Finding:

@@ -229,6 +229,7 @@ def nvcc(reading: HostReading) -> Finding:
 
 
 def persistence(reading: HostReading) -> Finding:
+    """Check that the persistence mode of every GPU is on."""
     if not (found := gpus(reading)):
         return not_applicable()
     if off := [gpu.index for gpu in found if not gpu.persistent]:
@@ -238,6 +239,7 @@ def persistence(reading: HostReading) -> Finding:
 
 
 def ecc(reading: HostReading) -> Finding:
+    """Check that no GPU has had memory errors that could not be corrected."""
     if not (found := gpus(reading)):
         return not_applicable()
     if bad := [gpu.index for gpu in found if gpu.errors]:

@@ -27,6 +27,7 @@ def _shown(value: float) -> str:
 
 
 def limits(reading: HostReading) -> Finding:
+    """Check that the limits on open files and processes leave room for many ranks and loaders."""
     files, processes = _soft(reading, "open files"), _soft(reading, "processes")
     said, lines = [], []
     if files < _FEWEST_FILES:
@@ -60,6 +61,7 @@ def _disk(reading: HostReading, path: str) -> tuple[int, int]:
 
 
 def shared_memory(reading: HostReading) -> Finding:
+    """Check that enough of /dev/shm is free."""
     if "/dev/shm" not in reading.fact("disks", dict):
         return problem("there is no /dev/shm", reading.as_root("mount -t tmpfs -o size=50% tmpfs /dev/shm"))
     free, size = _disk(reading, "/dev/shm")
@@ -83,6 +85,7 @@ def disks(reading: HostReading) -> Finding:
 
 
 def memory(reading: HostReading) -> Finding:
+    """Check that at least a tenth of the memory is available."""
     said = reading.file("/proc/meminfo") or ""
     values = {line.partition(":")[0]: line.split()[1] for line in said.splitlines() if len(line.split()) > 1}
     free, size = (int(values[name]) << 10 for name in ("MemAvailable", "MemTotal"))
@@ -93,6 +96,7 @@ def memory(reading: HostReading) -> Finding:
 
 
 def cores(reading: HostReading) -> Finding:
+    """Report the cores, with a note where this process is bound to some of them."""
     usable, there = reading.fact("cpus", int), reading.fact("all_cpus", int)
     nodes = len(reading.glob("/sys/devices/system/node/node*/cpulist"))
     shown = f"{usable} of {there} cores, {nodes or 1} NUMA node{'s' * (nodes > 1)}"
@@ -115,6 +119,7 @@ def numa(reading: HostReading) -> Finding:
 
 
 def governor(reading: HostReading) -> Finding:
+    """Check that the frequency governor of every core is performance."""
     found = reading.glob(f"{_CPUS}/cpu*/cpufreq/scaling_governor")
     if not found:
         return ok("nothing to choose: a virtual machine, or a fixed frequency")
@@ -127,6 +132,7 @@ def governor(reading: HostReading) -> Finding:
 
 
 def clock(reading: HostReading) -> Finding:
+    """Check that a time server sets the clock."""
     ran = reading.command(sources.CLOCK)
     if ran is None or "connect to bus" in ran.err or "Operating System Manager" in ran.err:
         return note("no systemd to ask whether a time server sets the clock, as in containers")

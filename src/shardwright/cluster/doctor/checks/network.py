@@ -43,6 +43,7 @@ def interfaces(reading: HostReading) -> tuple[Interface, ...]:
 
 
 def devices(reading: HostReading) -> Finding:
+    """Report the network interfaces that have an address, and warn where none has."""
     found = interfaces(reading)
     listed = "; ".join(
         " ".join(filter(None, (i.name, ", ".join(i.addresses), i.speed, f"MTU {i.mtu}"))) for i in found if i.addresses

@@ -103,6 +103,7 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def python(reading: HostReading) -> Finding:
+    """Check that Python is new enough."""
     version = reading.fact("python", str)
     if numbers(version) < _LOWEST_PYTHON:
         what = f"Python {version}, expected 3.11 or newer; name another one with --python"
@@ -111,6 +112,7 @@ def python(reading: HostReading) -> Finding:
 
 
 def torch(reading: HostReading) -> Finding:
+    """Check that torch is installed and new enough."""
     version = reading.package("torch")
     if version is None:
         return problem("torch is not installed", pip(reading, "install", "torch"))
@@ -121,6 +123,7 @@ def torch(reading: HostReading) -> Finding:
 
 
 def package(reading: HostReading) -> Finding:
+    """Check that shardwright is installed."""
     version = reading.package("shardwright")
     if version is None:
         return warning("shardwright is not installed, which scripts import", pip(reading, "install", "shardwright"))
@@ -128,6 +131,7 @@ def package(reading: HostReading) -> Finding:
 
 
 def mpi(reading: HostReading) -> Finding:
+    """Report the version of mpirun, with a note where there is none."""
     said = reading.ran(sources.MPIRUN)
     if said is None:
         lines = (pip(reading, "install", "shardwright[mpi]"), *install(reading, "mpi"))
