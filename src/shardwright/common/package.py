@@ -8,9 +8,9 @@ from pathlib import Path
 FOLDER = Path(__file__).parents[1]
 """The folder of the package."""
 SEARCHED = FOLDER.parent
-"""What a new interpreter adds to `sys.path` to import the package."""
+"""The folder that a new interpreter adds to `sys.path` to import the package."""
 IMPORTED_AT = time.time()
-"""When this process, or the one that it was forked from, began to import the package, in seconds since the epoch."""
+"""The seconds since the epoch when this process, or the one it was forked from, began to import the package."""
 
 # In the order in which data passes them: a wing imports itself and those before it (`importlinter` in pyproject.toml).
 WINGS = (

@@ -93,7 +93,7 @@ class Pulse:
         self.watched, self.steps = watched, steps
         self._entered_s = 0.0  # when the collective was begun or waited for that the program is in
         self.around: Callable[[str], AbstractContextManager[object]] | None = None
-        """What surrounds each collective, by its name and what it is for: a traced step."""
+        """The context manager around each collective, made from its name and purpose; set while a step is traced."""
         self._inside: AbstractContextManager[object] | None = None
         self._memory = memory
         self._numbered = False

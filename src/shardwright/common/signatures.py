@@ -38,7 +38,8 @@ def schema_parameters(op: str) -> tuple[Parameter, ...]:
 def _parameters_of(operator: Any) -> tuple[Parameter, ...]:
     """Return the parameters of an operator.
 
-    Cached by the operator itself, whose schema never changes; by its name a user may have defined another one."""
+    Cached by the operator itself, whose schema never changes; by its name a user may have defined another one.
+    """
     return tuple(
         Parameter(a.name, a.default_value, str(a.type) in ("Tensor", "Optional[Tensor]"))
         for a in schema(operator).arguments
@@ -147,8 +148,7 @@ def makes_new(operator: Any) -> bool:
 
 
 def writes_out(target: Any) -> bool:
-    """Return whether the target of a node is an operator that writes its result into an argument ``out``: only its
-    schema tells."""
+    """Return whether the target of a node is an operator that writes into an argument ``out``, as its schema says."""
     return is_operator(target) and any(argument.is_out for argument in schema(target).arguments)
 
 

@@ -48,7 +48,7 @@ class Steps:
     def __init__(self, write: Callable[[bytes], None] | None) -> None:
         self._write = write
         self.measures: dict[str, Callable[[], Any]] = {}
-        """What a line tells beside the seconds, by its name: measured between a forward and its backward."""
+        """The functions that measure the other values of a line, by name, between a forward and its backward."""
         self.communicating_s: float | None = 0.0
         """Seconds that the program spent in collectives; None where they run on a device, beside it."""
         self._begun_s: float | None = None  # of the step that is open

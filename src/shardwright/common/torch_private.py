@@ -139,8 +139,7 @@ _MISSING = object()
 
 
 def add_gloo_inside(group: dist.ProcessGroup, gloo: dist.ProcessGroupGloo) -> None:
-    """Let gloo answer what ``group``, a subclass in Python, does not: calls from C++ pass by some methods of such a
-    subclass, and adding a backend to a group has no public name."""
+    """Let gloo answer the calls from C++ that pass by ``group``, a subclass in Python; nothing public adds gloo."""
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
 
 
@@ -194,8 +193,7 @@ def new_group_of_members(ranks: Sequence[int], timeout: timedelta | None = None)
 
 
 def assert_on_device(condition: torch.Tensor, text: str) -> None:
-    """Let a GPU fail where ``condition`` is false, when it comes to it: asking it would wait for all that it has to do,
-    and what torch's own operators assert with has no public name."""
+    """Let a GPU fail where ``condition`` is false, without waiting for it: torch's own check has no public name."""
     torch._assert_async(condition, text)
 
 
@@ -269,8 +267,7 @@ def mode_of(fake: torch.Tensor) -> FakeTensorMode:
 
 
 def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that has storage, brought to the CPU, whatever modes are on: under that of tensors without storage it
-    would have none."""
+    """Return a tensor on the CPU with storage, which it would not have under a mode of tensors without storage."""
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         return tensor.cpu()
 
@@ -421,8 +418,7 @@ def schema(operator: Any) -> Any:
 
 
 def is_operator(target: Any) -> bool:
-    """Return whether the target of a node is an operator such as ``torch.ops.aten.linear.default``: their type has no
-    public name."""
+    """Return whether a node's target is an operator, as ``torch.ops.aten.add.Tensor``: their type is not public."""
     return isinstance(target, OpOverload)
 
 
@@ -497,16 +493,17 @@ def is_certain(operator: Any) -> bool:
 
 
 def job_store() -> Any:
-    """The key-value store that the ranks of the default process group share, None without a group: torch has no public
-    way to it, and a second one would need a second port."""
+    """Return the store of the default process group, if any: it has no public name, and another needs a port."""
     if not dist.is_available() or not dist.is_initialized():
         return None
     return distributed_c10d._get_default_store()
 
 
 def members(module: torch.nn.Module) -> tuple[dict[str, torch.nn.Module | None], dict[str, torch.nn.Parameter | None]]:
-    """The dictionaries in which a module keeps its children and its parameters: hundreds of names are looked up in them
-    before every step, which by public names takes milliseconds."""
+    """Return the dictionaries in which a module keeps its children and its parameters.
+
+    Hundreds of names are looked up in them before every step, which takes milliseconds by public names.
+    """
     return module._modules, module._parameters
 
 
@@ -633,8 +630,7 @@ no_torch_function: Any = (
 
 
 def let_optimizers_take_lists(kind: type[torch.Tensor]) -> None:
-    """Let torch's optimizers and `clip_grad_norm_` go through lists of such tensors on GPUs, as through lists of plain
-    ones and of DTensors, which torch notes in these lists too."""
+    """Let torch's optimizers and `clip_grad_norm_` use foreach kernels for a class; nothing public registers one."""
     from torch.optim import optimizer
     from torch.utils import _foreach_utils
 
@@ -643,16 +639,17 @@ def let_optimizers_take_lists(kind: type[torch.Tensor]) -> None:
 
 
 def dtensor_of(tensor: Any, kind: Any = None) -> Any:
-    """Return a DTensor as one of the class ``kind``, by default of torch's own, with the same part: the public
-    constructors do it for autograd, and for their own class."""
+    """Return a DTensor as one of class ``kind``, by default torch's own; public constructors make their class alone."""
     from torch.distributed.tensor import DTensor  # as above
 
     return (kind or DTensor)(tensor._local_tensor, tensor._spec, requires_grad=tensor.requires_grad)
 
 
 def dtensor_like(tensor: Any, part: torch.Tensor) -> Any:
-    """Return a DTensor of the class, shape and layout of ``tensor`` that has ``part``: the public constructors take ten
-    times as long, and there are hundreds of gradients and states in a step."""
+    """Return a DTensor of the class, shape and layout of ``tensor`` that has ``part``.
+
+    The public constructors take ten times as long, and there are hundreds of gradients and states in a step.
+    """
     spec = copy(tensor._spec)
     if part.dtype != tensor.dtype:
         spec.tensor_meta = spec.tensor_meta._replace(dtype=part.dtype)

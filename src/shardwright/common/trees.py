@@ -33,8 +33,10 @@ def tree_flatten(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
 
 
 def structure_of(spec: Any) -> tuple[Any, ...]:
-    """Return what stands in the spec of a tree: the type of a node, its context, such as the keys of a dict, and the
-    nodes in it. Torch 2.11 has another name for the last of these."""
+    """Return the spec of a tree as tuples: the type of a node, its context, and the same for its children.
+
+    The context is, for example, the keys of a dict. Torch 2.11 has another name for the children.
+    """
     children = spec.children() if hasattr(spec, "children") else spec.children_specs
     return spec.type, spec.context, tuple(map(structure_of, children))
 

@@ -42,12 +42,12 @@ def on_a_clock(seconds: float) -> str:
 
 
 def drawn(text: str, columns: int) -> str:
-    """Return what a terminal is sent to show a line in place of the one in which the cursor is, and stays.
+    r"""Return what a terminal is sent to show a line in place of the one in which the cursor is, and stays.
 
     The line is cut to the terminal's width, of which a terminal may say that it is 0.
 
     >>> drawn("saving: 3 s", 8)
-    '\\r\\x1b[Ksaving:'
+    '\r\x1b[Ksaving:'
     """
     return f"\r\x1b[K{''.join(letter if letter.isprintable() else '?' for letter in text)[: (columns or 80) - 1]}"
 
