@@ -18,8 +18,7 @@ from shardwright.compiler.capture.tracing.trace import LossFunction, Trace, capt
 from shardwright.errors import CaptureError
 
 StepKind = Literal["training", "fine-tuning", "evaluation", "predict"]
-"""What a step is for. Fine-tuning is training while the model is in evaluation mode: nothing is dropped, and statistics
-stay."""
+"""The purpose of a step. Fine-tuning is training in evaluation mode: nothing is dropped, and statistics stay."""
 
 
 def capture(

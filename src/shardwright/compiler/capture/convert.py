@@ -274,8 +274,10 @@ class _Converter:
         results: Sequence[torch.Tensor],
         carrying: Sequence[bool] | None = None,
     ) -> tuple[str, ...]:
-        """Append an operator; return its results. ``carrying`` says which of them have gradients, where its row does
-        not."""
+        """Append an operator, and return its results.
+
+        ``carrying`` says which of them have gradients, where the row of the operator does not.
+        """
         row = row_of(op)
         operands: list[str] = []
         no_gradient = is_without_gradient(node)

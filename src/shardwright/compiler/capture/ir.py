@@ -100,8 +100,9 @@ class Node:
 
     @cached_property
     def call(self) -> str:
-        """Return the operator with its arguments as text, ``aten.sum.dim_IntList (%0, [1]) ()``: the same for nodes
-        that make the same of their operands alone.
+        """Return the operator with its arguments as text, ``aten.sum.dim_IntList (%0, [1]) ()``.
+
+        Nodes have the same text if they compute the same from their operands.
 
         The arguments themselves would not do as a key: 1, 1.0 and True are equal, and make others of a tensor.
         """

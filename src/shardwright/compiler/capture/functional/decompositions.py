@@ -105,8 +105,11 @@ def _separate_buffers(program: ExportedProgram) -> None:
 
 
 def _forget_disabled(graph: fx.Graph) -> None:
-    """Remove what dynamo, which has no part here, notes on inputs: a tensor of constants that is made inside activation
-    checkpointing has other notes in the second trace, and torch asserts that they are equal."""
+    """Remove dynamo's notes on inputs, which have no use here.
+
+    A tensor of constants that is made inside activation checkpointing has other notes in the second trace, and torch
+    asserts that they are equal.
+    """
     for node in graph.find_nodes(op="placeholder"):
         noted = node.meta.get("custom") or {}
         node.meta["custom"] = {key: value for key, value in noted.items() if not key.startswith("_torchdynamo_disable")}
@@ -130,8 +133,10 @@ def _pass_operands_on(program: ExportedProgram, is_without_gradient: Callable[[f
 
 
 def _operands_returned(node: fx.Node) -> Any:
-    """Return the operand that a composite operator returns as it is, None where it is another tensor; a list of these
-    for one that returns several tensors."""
+    """Return the operand that a composite operator returns as it is, None where it returns another tensor.
+
+    Of an operator that returns several tensors, return a list of these.
+    """
     vals = {operand: operand.meta["val"] for operand in node.all_input_nodes}
     args, kwargs = map_arg((node.args, node.kwargs), vals.__getitem__)
     with torch.no_grad():
@@ -150,8 +155,10 @@ def _replace(program: ExportedProgram, node: fx.Node, operand: fx.Node) -> None:
 
 
 def _detach_views(graph: fx.Graph, is_without_gradient: Callable[[fx.Node], bool]) -> None:
-    """Detach what is viewed where gradients are off: where a tensor was changed, the second trace makes its views anew
-    at each of their uses, which gradients reach."""
+    """Detach the operands of views that are made where gradients are off.
+
+    Where a tensor was changed, the second trace makes its views anew at each of their uses, which gradients reach.
+    """
     for node in list(graph.nodes):
         if torch_private.is_operator(node.target) and is_without_gradient(node):
             for at in signatures.shared_operands(node.target):
@@ -162,8 +169,10 @@ def _detach_views(graph: fx.Graph, is_without_gradient: Callable[[fx.Node], bool
 
 
 def _match_copies(graph: fx.Graph) -> None:
-    """Give what is copied into a tensor the shape and dtype of that tensor: the second trace takes the one for the
-    other, and would compute with a smaller tensor."""
+    """Give the source of each ``copy_`` the shape and dtype of its target.
+
+    The second trace takes the source for the target, and would compute with a smaller tensor.
+    """
     for node in graph.find_nodes(op="call_function", target=aten.copy_.default):
         into, source = node.args[0], node.args[1]
         with graph.inserting_before(node):
@@ -184,8 +193,10 @@ def _added(graph: fx.Graph, copy: fx.Node, operator: Any, args: tuple[fx.Node, .
 
 
 def _checks_itself(operator: Any) -> bool:
-    """Return whether an operator is one of linear algebra that checks its results: an exported graph would carry such a
-    check as a token where these are decomposed."""
+    """Return whether an operator is one of linear algebra that checks its results.
+
+    Where it is decomposed, an exported graph would carry this check as a token.
+    """
     namespace, name, _ = str(operator).split(".")
     unchecked = {"norm", "vecdot", "matmul", "multi_dot", "matrix_norm", "det", "slogdet", "vander"}
     return namespace == "aten" and (

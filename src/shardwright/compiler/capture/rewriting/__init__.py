@@ -1,1 +1,1 @@
-"""What rewrites of a captured graph share, and what is known of its values at capture."""
+"""The foundations of rewriting a captured graph, and the facts about its values that are known at capture."""

@@ -50,8 +50,11 @@ class Replayed(nn.Module):
 
 
 def _gradients_of(node: fx.Node) -> AbstractContextManager[object]:
-    """Return the mode of gradients in which an operator is called again: one that writes what it computes into a
-    tensor that it is given, by ``out=``, is called without gradients alone, as autograd refuses it otherwise."""
+    """Return the mode of gradients in which an operator is called again.
+
+    One that writes into a tensor that it is given, by ``out=``, is called without gradients, as autograd refuses it
+    otherwise.
+    """
     return torch.no_grad() if signatures.writes_out(node.target) else nullcontext()
 
 

@@ -121,8 +121,7 @@ class InPlace:
         self._parameters = {_storage(parameter): name for name, parameter in model.named_parameters()}
 
     def before(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[torch.Tensor, int, bool]]:
-        """The tensors that a function may change, how often they were changed so far, and whether they have a
-        gradient."""
+        """Return the tensors that a function may change, with their versions and whether they have gradients."""
         found = [arg for arg in (*args[:1], kwargs.get("out")) if isinstance(arg, torch.Tensor)]
         return [(tensor, torch_private.version(tensor), tensor.requires_grad) for tensor in found if _counts(tensor)]
 

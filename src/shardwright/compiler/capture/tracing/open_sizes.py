@@ -18,7 +18,7 @@ from shardwright.compiler.capture.tracing import sources
 from shardwright.errors import CaptureError
 
 Sizes = Mapping[Any, Any]
-"""What open sizes are: sympy's symbols and whole numbers."""
+"""The number that each open size has in a batch, by its sympy symbol."""
 
 
 def in_batch(label: str) -> str:

@@ -79,8 +79,10 @@ def inline(program: torch.export.ExportedProgram) -> None:
 
 
 def _note_all_users(graph: Graph) -> None:
-    """Let every node know its readers: the exporter forgets some in front of a region, and torch then fails to erase
-    them."""
+    """Let every node know its readers.
+
+    The exporter forgets some in front of a region, and torch then fails to erase these.
+    """
     for node in graph.nodes:
         for operand in node.all_input_nodes:
             operand.users.setdefault(node)

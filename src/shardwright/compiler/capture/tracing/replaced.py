@@ -89,8 +89,10 @@ def functions_apply(apply: Callable[[Any, tuple[Any, ...]], Any]) -> Iterator[No
 
 @contextmanager
 def batch_norms_call(instead: Callable[[Any, Any], Any]) -> Iterator[None]:
-    """Let a batch norm without a momentum that trains give ``instead(module, x)`` in this thread: its running
-    statistics are averages over all batches."""
+    """Let batch norms without a momentum call ``instead(module, x)`` in training, in this thread.
+
+    Their running statistics are averages over all batches.
+    """
     thread = get_ident()
 
     def called(module: Any, input: Any) -> Any:  # torch's own name, by which it may be called

@@ -196,8 +196,11 @@ def _loss_and_aux(output: Any) -> tuple[torch.Tensor, Any]:
 
 
 def capture_device(model: torch.nn.Module, device: torch.device | None = None) -> torch.device:
-    """The device as of which the model is traced: ``device`` where it is on its way there, else that of its first
-    parameter, the CPU for a model on meta."""
+    """Return the device for which the model is traced.
+
+    It is ``device`` where the model is on its way there, else that of its first parameter or buffer that is not on
+    meta, else the CPU.
+    """
     if device is not None:
         return device
     for tensor in (*model.parameters(), *model.buffers()):

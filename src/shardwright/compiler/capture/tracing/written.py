@@ -94,8 +94,7 @@ def _gaussian_nll_loss(
 
 
 def _padded(targets: Tensor, lengths: Tensor) -> Tensor:
-    """Targets that stand one after the other as rows, wide enough for any lengths; behind its length a row has
-    anything."""
+    """Return targets that stand one after the other as rows of one width; behind its length a row has anything."""
     count = len(targets)
     if not count:
         return targets.new_zeros(len(lengths), 1)
@@ -144,8 +143,10 @@ def _corrcoef(x: Tensor) -> Tensor:
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """`F.dropout`, which gives its operand itself where it drops nothing: the exporter makes a copy, which does not see
-    what is then changed in place."""
+    """Compute `F.dropout`, and return the operand itself where nothing is dropped.
+
+    The exporter makes a copy there, which does not see what is then changed in place.
+    """
     drops = bool(training and p)
     return F.dropout(input, p, training, inplace) if drops or not 0 <= p <= 1 else input
 

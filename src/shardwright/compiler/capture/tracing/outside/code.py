@@ -65,8 +65,11 @@ class StepCode:
                     yield replace(place, path=name), vars(value)[name]
 
     def tensors(self, model: nn.Module) -> Iterator[tuple[Place, torch.Tensor]]:
-        """Tensors at such places: attributes of the model's modules that are no buffers, variables, what stands in
-        these, and what modules among the variables hold."""
+        """Yield the tensors that attributes and variables lead to, with their places.
+
+        These are attributes of the model's modules that are no buffers, variables, what stands in these, and what
+        modules among the variables hold.
+        """
         seen = opened_modules(model)
         for owner, module in model.named_modules():
             for name, value in attributes(module):
@@ -76,8 +79,11 @@ class StepCode:
 
 
 def _functions_of(model: nn.Module, loss_fn: Callable[..., Any]) -> list[Any]:
-    """The loss function and each module's forward, and what these call of the user's own: methods of modules, functions
-    that are attributes of modules, and functions of Python modules; as far as their names tell."""
+    """Return the loss function, each module's forward, and the user's own functions that these call.
+
+    They are methods and hooks of modules, functions that are attributes of modules, and functions of Python modules, as
+    far as their names tell.
+    """
     kinds = {type(module) for module in model.modules()}
     methods: dict[str, list[Any]] = {}
     for base in dict.fromkeys(base for kind in kinds for base in kind.__mro__):

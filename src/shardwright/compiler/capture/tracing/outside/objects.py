@@ -32,7 +32,7 @@ class ObjectReads:
 
     def __init__(self, traced: nn.Module, step: StepCode) -> None:
         self.read: dict[Place, Any] = {}
-        """Where what can be compared was read, and what it was then."""
+        """The values that were read and can be compared, by their places."""
         self._found: dict[int, tuple[Place, Any]] = {}
         self._own: dict[CodeType, bool] = {}
         self._names = step.names

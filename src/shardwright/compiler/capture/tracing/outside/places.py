@@ -23,8 +23,11 @@ from shardwright.compiler.capture.tracing.outside.values import MISSING
 
 @dataclass(frozen=True)
 class Place:
-    """A name in a module of the model (``owner`` is its path), among what the loss function closes over, or in a Python
-    module (``owner`` is its name). ``path`` leads on from there as `follow` goes: "0.weight" of a module."""
+    """A place where a step reads a Python value.
+
+    It is a name in a module of the model (``owner`` is its path), among what the loss function closes over, or in a
+    Python module (``owner`` is its name). ``path`` leads on from there as `follow` goes: "0.weight" of a module.
+    """
 
     kind: Literal["attribute", "closure", "global"]
     owner: str

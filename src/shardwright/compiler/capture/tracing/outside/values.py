@@ -26,7 +26,7 @@ class _Mark:
 
 
 MISSING = _Mark("nothing")
-"""What stands at a place that is not there (any more)."""
+"""The value of a place where nothing stands (any more)."""
 NOT_PLAIN = _Mark("an object")
 PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic, torch.dtype, torch.device, Enum)
 _NUMBERS = (
@@ -102,8 +102,10 @@ def in_words(value: Any) -> str:
 
 @never_raising(False)
 def same(a: Any, b: Any) -> bool:
-    """Return whether two values of `comparable` make the same graph: 1, 1.0 and True do not, nor do 0.0 and -0.0, also
-    within collections, which Python takes for equal."""
+    """Return whether two values of `comparable` make the same graph.
+
+    1, 1.0 and True do not, nor do 0.0 and -0.0, although Python takes them for equal, also within collections.
+    """
     if a is b:
         return True
     if type(a) is not type(b):
@@ -114,8 +116,9 @@ def same(a: Any, b: Any) -> bool:
 
 
 def exactly(value: Any) -> str:
-    """Return a text that no other plain value has, nor any other tuple, list or dict of plain values: the same in every
-    process.
+    """Return a text that no other plain value has, and that is the same in every process.
+
+    Each tuple, list or dict of plain values has such a text, too.
 
     ``repr`` would not do: classes of the user's leave out in theirs what tells values apart.
     """

@@ -23,8 +23,11 @@ _TRAINED = "parameters"  # as one: a step of thousands would hold a set of thous
 
 @dataclass(frozen=True)
 class Content:
-    """``follows``: the memories, and parts of the batch, from which it follows; ``step``: the one that made it, none
-    where it was there before."""
+    """The contents of a memory: the number of the expression that led to them.
+
+    They follow from the memories and the parts of the batch in ``follows``. ``step`` is the one that made them, 0 where
+    they were there before.
+    """
 
     expression: int
     follows: frozenset[Hashable]

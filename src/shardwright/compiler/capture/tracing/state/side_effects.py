@@ -133,8 +133,10 @@ class Left:
                 yield Place("attribute", owner, name), value
 
     def _held(self) -> Iterator[tuple[Place, Any]]:
-        """Variables, and what no copy of the model copies: what modules share by their class, and functions, as hooks
-        are."""
+        """Yield what no copy of the model copies, with its place.
+
+        These are variables, what modules share by their class, and functions, as hooks are.
+        """
         yield from self._step.variables()
         for owner, module in self._traced.named_modules():
             for name, value in _shared(type(module)).items():

@@ -75,8 +75,7 @@ class Checks:
             self._made[id(result)] = result, name, args
 
     def answer(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], frame: FrameType) -> Any:
-        """Return what a function that asks for a value is answered, which a check then proves; None where there is no
-        proof."""
+        """Return the answer to a function that asks for a value, which a check then proves; None without a proof."""
         condition = _condition(name, args, kwargs)
         if condition is None or torch_private.is_transformed(condition):
             return None
