@@ -21,9 +21,10 @@ from shardwright.compiler.rules.table import Column, column
 
 
 def _reshape(site: Site) -> Call:
-    """reshape where the graph says view, as a part is not always laid out in memory as the whole is; and where it says
+    """Return a reshape in place of a view or a squeeze.
 
-    squeeze, which would squeeze a part of size 1.
+    A shard is not always laid out in memory as the whole tensor is, and squeeze would remove a dim in which the shard
+    has size 1.
     """
     return Call("torch.ops.aten.reshape.default", (Operand(0), site.local_result_shape()))
 

@@ -28,6 +28,7 @@ def _made(site: Site) -> tuple[tuple[str, Any], ...]:
 
 
 def dropout(site: Site) -> Call:
+    """Return the call of dropout, unchanged where nothing is dropped."""
     p = site["p"]
     if not p or site["train"] is False:
         return site.same()
@@ -35,12 +36,14 @@ def dropout(site: Site) -> Call:
 
 
 def recurrent(site: Site) -> Call:
+    """Return the call of a recurrent layer, unchanged where it drops nothing between its layers."""
     if not (site["dropout"] and site["train"] and site["num_layers"] > 1):
         return site.same()
     return Call("draws.recurrent", (site.name, *site.arguments.values(), *_drawn(site)))
 
 
 def bernoulli(site: Site) -> Call:
+    """Return the call of bernoulli, with ``p`` or the probabilities in its operand."""
     return Call("draws.bernoulli", (Operand(0), site.arguments.get("p", Operand(0)), *_drawn(site)))
 
 
@@ -59,10 +62,12 @@ def in_place_of(kernel: str, *parameters: str) -> Localiser:
 
 
 def normal(site: Site) -> Call:
+    """Return the call of normal, with a mean and a standard deviation that are tensors or numbers."""
     return Call("draws.normal", (site["mean"], site["std"], *_drawn(site), site.local_result_shape()), _made(site))
 
 
 def rrelu(site: Site) -> Call:
+    """Return the call of rrelu, unchanged outside of training."""
     if not site["training"]:
         return site.same()
     bounds = site["lower"], site["upper"]
@@ -103,12 +108,14 @@ def _refuse_range(site: Site, low: int, high: int) -> None:
 
 
 def randperm(site: Site) -> Call:
+    """Return the call of randperm, which every rank makes in full."""
     n = site["n"]
     _refuse_range(site, 0, max(n, 1))
     return Call("draws.randperm", (random_key(site.number), n), _made(site))
 
 
 def multinomial(site: Site) -> Call:
+    """Return the call of multinomial, by positions in its result, or in its weights if there is no replacement."""
     if site["replacement"]:
         place = (*_drawn(site), site.local_result_shape())
     else:

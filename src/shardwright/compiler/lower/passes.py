@@ -116,8 +116,11 @@ def _later(buckets: Sequence[Instruction]) -> Instruction:
 
 
 def join_running_statistics(program: LocalProgram) -> LocalProgram:
-    """Sum the running statistics of batch norms at the end of the program, by one collective, where only those are
-    shared: nothing in the step waits for them, and so no rank for another."""
+    """Move the sums of running statistics over ranks to the end of the program, as one collective.
+
+    This is done for batch norms of which nothing else is shared: nothing in the step waits for these sums, and so no
+    rank for another.
+    """
     read = {name for instruction in program.instructions for name in instruction.reads}
     instructions = list(program.instructions)
     shares: dict[tuple[str, ...], list[str]] = {}  # by the axes that share them

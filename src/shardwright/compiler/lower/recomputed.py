@@ -153,7 +153,9 @@ class _WithoutGradients:
 def recomputed(
     inside: Inside, comm: Communicator, key: Callable[[int], int], device: torch.device, given: Sequence[Tensor]
 ) -> Iterator[_Run | _WithoutGradients]:
-    """Run a block of a program: ``with recomputed(block_1, comm, key, device, [x, w]) as run:``.
+    """Run a block of a program with activation checkpointing.
+
+    A program reads ``with recomputed(block_1, comm, key, device, [x, w]) as run:``.
 
     ``block_1`` does the same as what stands inside, as a function. What others read of the block is what ``run.before``
     makes of it.

@@ -24,8 +24,10 @@ ANY_DEVICE = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Site:
-    """One operator of the graph on one rank. ``number`` is its position in the graph; ``splits_parameters`` says
-    whether the plan stores a part of some parameter on each rank."""
+    """One operator of the graph on one rank.
+
+    ``number`` is its position in the graph; ``splits_parameters`` says whether the plan shards any parameter.
+    """
 
     node: Node
     rule: OpRule

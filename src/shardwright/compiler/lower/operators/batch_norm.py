@@ -148,8 +148,9 @@ def batch_norm_of_replica(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor, running_var: Tensor, momentum: float,
     eps: float, counts: Sizes,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Batch normalisation of each rank's own part; running statistics are its share of the mean over ranks, by values
-    per channel.
+    """Normalise this rank's part of a batch, and return its share of the running statistics.
+
+    The shares of all ranks add up to the mean over ranks, each weighted by its values per channel.
 
     Results as of ``aten._native_batch_norm_legit_functional``.
     """

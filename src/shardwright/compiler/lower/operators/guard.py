@@ -19,7 +19,7 @@ class Guard:
 
     def __init__(self, on: bool = False) -> None:
         self.on = on
-        """Whether operators see to it that no number leads out of memory, and note those that would."""
+        """True where operators let no index lead out of memory, and note those that would."""
         self._coming: list[tuple[int, OnItsWay]] = []
 
     def note(self, operator: int, numbers: Tensor, wrong: Tensor) -> None:

@@ -175,8 +175,10 @@ def _filled(
 
 
 def _finalised(word: Tensor, first: int, second: int) -> Tensor:
-    """32 random bits in place of each position, by the two halves of a key. int32 wraps around; >> repeats the sign
-    bit, which is masked away."""
+    """Replace each position by 32 random bits, which depend on the two halves of a key.
+
+    int32 wraps around; >> repeats the sign bit, which is masked away.
+    """
     word ^= first
     word ^= (word >> 16).bitwise_and_(0xFFFF)
     word *= _signed(_FIRST)
