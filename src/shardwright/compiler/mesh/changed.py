@@ -287,8 +287,10 @@ def _refuse_unlike(everyone: Sequence[Sequence[tuple[str, str]]]) -> None:
 
 
 def refuse_lost_changes() -> None:
-    """Asked before each use of a model that is split: steps, and what saves or loads its state. All ranks come to it
-    together, and talk to each other where they have looked into split tensors since.
+    """Refuse to use a sharded model where a change by the script was lost.
+
+    This is called before steps and before its state is saved or loaded. All ranks call it together, and talk to each
+    other where they have looked into sharded tensors since.
 
     Raises:
         UsageError: on all ranks, where on one of them a copy was written to in place of a parameter.

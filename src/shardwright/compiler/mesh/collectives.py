@@ -110,6 +110,7 @@ def _parts(cut: Cut, mesh: Mesh, rank: int) -> Parts:
 
 
 def narrow(x: Tensor, dim: int, rows: tuple[int, int]) -> Tensor:
+    """Return a view of the rows from ``rows[0]`` to below ``rows[1]`` of a dim."""
     return x.narrow(dim, rows[0], rows[1] - rows[0])
 
 
@@ -146,6 +147,7 @@ def _joined(pieces: Sequence[Tensor], dim: int, parts: Parts) -> Tensor:
 
 
 def check_rows(x: Tensor, cut: Cut, rows: int, comm: Communicator) -> None:
+    """Check that a tensor has ``rows`` rows in the dim of a cut; raise `LoweringError` if not."""
     if x.shape[cut.dim] != rows:
         raise LoweringError(
             f"rank {comm.rank} holds {x.shape[cut.dim]} rows of dim {cut.dim} where {rows} were expected: "
@@ -196,13 +198,17 @@ def _summed(x: Tensor, comm: Communicator, axes: Axes) -> Tensor:
 
 
 def check_summable(x: Tensor) -> None:
+    """Check that a tensor can be a partial sum, as one of bools cannot; raise `LoweringError` if not."""
     if x.dtype == torch.bool:
         raise LoweringError("a tensor of bools cannot be a partial sum; convert it to an integer type first")
 
 
 class Summed(NamedTuple):
-    """The dtype in which a gradient is summed: of a cast of a parameter the parameter's, so that no sum is rounded as
-    the cast is. None is its own."""
+    """The dtype in which a gradient is summed, None for its own.
+
+    For the gradient of a cast of a parameter it is the dtype of the parameter, so that no sum is rounded as the cast
+    is.
+    """
 
     dtype: torch.dtype | None = None
 
@@ -216,6 +222,8 @@ class Summed(NamedTuple):
 
 
 class AllGather(torch.autograd.Function):
+    """An all-gather, whose backward is a reduce-scatter or a slice, as ``adjoint`` says."""
+
     @staticmethod
     def forward(ctx: Any, source: Tensor, x: Tensor, comm: Communicator, cut: Cut, adjoint: str, how: Summed) -> Tensor:
         ctx.comm, ctx.cut, ctx.adjoint, ctx.how, ctx.dtype = comm, cut, adjoint, how, source.dtype
@@ -232,6 +240,8 @@ class AllGather(torch.autograd.Function):
 
 
 class Slice(torch.autograd.Function):
+    """A slice of a replicated tensor, whose backward is an all-gather."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Communicator, cut: Cut) -> Tensor:
         ctx.comm, ctx.cut = comm, cut
@@ -244,6 +254,8 @@ class Slice(torch.autograd.Function):
 
 
 class ReduceScatter(torch.autograd.Function):
+    """A reduce-scatter of partial sums, whose backward is an all-gather."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Communicator, cut: Cut) -> Tensor:
         ctx.comm, ctx.cut = comm, cut
@@ -256,6 +268,8 @@ class ReduceScatter(torch.autograd.Function):
 
 
 class AllToAll(torch.autograd.Function):
+    """An all-to-all, whose backward is the all-to-all in the other direction."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Communicator, source: Cut, target: Cut) -> Tensor:
         ctx.comm, ctx.source, ctx.target = comm, source, target
@@ -268,6 +282,8 @@ class AllToAll(torch.autograd.Function):
 
 
 class AllReduce(torch.autograd.Function):
+    """An all-reduce of partial sums, whose backward is the identity."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Communicator, axes: Axes) -> Tensor:
         return _summed(x, comm, axes)
@@ -278,6 +294,8 @@ class AllReduce(torch.autograd.Function):
 
 
 class Enter(torch.autograd.Function):
+    """The identity, whose backward is an all-reduce."""
+
     @staticmethod
     def forward(ctx: Any, source: Tensor, x: Tensor, comm: Communicator, axes: Axes, how: Summed) -> Tensor:
         ctx.comm, ctx.axes, ctx.how, ctx.dtype = comm, axes, how, source.dtype

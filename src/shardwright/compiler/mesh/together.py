@@ -28,6 +28,8 @@ from shardwright.compiler.mesh.collectives import (
 
 
 class AllGatherTogether(torch.autograd.Function):
+    """An all-gather of several tensors by one collective, whose backward reduce-scatters or slices them."""
+
     @staticmethod
     def forward(
         ctx: Any,
