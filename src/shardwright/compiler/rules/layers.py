@@ -27,7 +27,7 @@ def matmul(op: Operator) -> OpRule:
 
 
 def einsum(op: Operator) -> OpRule:
-    """einsum(equation, tensors): the equation is the rule. Diagonals are not split."""
+    """Return the rule that the equation of einsum states; diagonals are not split."""
     left, arrow, right = op["equation"].replace(" ", "").partition("->")
     if not arrow:
         once = sorted(letter for letter in set(left) - set(",.") if left.count(letter) == 1)
@@ -53,7 +53,7 @@ def _einsum_dims(text: str, ndim: int) -> list[str]:
 
 
 def cosine_similarity(op: Operator) -> OpRule:
-    """cosine_similarity(a, b, dim): the dim stays whole; tensors that broadcast are not split."""
+    """Return the rule of cosine_similarity: its dim stays whole, and tensors that broadcast are not split."""
     a, b = op.operands
     if a != b:
         return replicated_rule(op.operands, op.results)
@@ -135,7 +135,7 @@ def layer_norm(op: Operator) -> OpRule:
 
 
 def group_norm(op: Operator) -> OpRule:
-    """group_norm (n, c, \\*) and its native form; groups of channels may be split, channels within one may not."""
+    r"""Group norm (n, c, \*) and its native form; groups of channels may be split, channels within one may not."""
     x = op.operands[0]
     groups = op["num_groups"] if "num_groups" in op.arguments else op["group"]
     dots = " .".join([""] * (len(x) - 1))
@@ -287,7 +287,7 @@ def pointwise_loss(op: Operator) -> OpRule:
 
 
 def cross_entropy_loss(op: Operator) -> OpRule:
-    """Cross entropy of logits (c) or (n, c, \\*) with class indices (n, \\*) or with probabilities like the logits."""
+    r"""Cross entropy of logits (c) or (n, c, \*) with class indices (n, \*) or with probabilities like the logits."""
     mark = "^" if op["reduction"] == MEAN else "+"
     n = f"n{mark} " if len(op.operands[0]) > 1 else ""
     indices = f"{n}*{mark}"
@@ -296,7 +296,7 @@ def cross_entropy_loss(op: Operator) -> OpRule:
 
 
 def nll_loss(op: Operator) -> OpRule:
-    """The sum of the chosen log-probabilities (n, c, \\*), and the sum of the weights of their classes."""
+    r"""The sum of the chosen log-probabilities (n, c, \*), and the sum of the weights of their classes."""
     mark = "^" if op["reduction"] == MEAN else "+"
     n = f"n{mark} " if len(op.operands[0]) > 1 else ""
     losses = f"{n}*{mark}" if op["reduction"] == NONE else ""
@@ -304,7 +304,7 @@ def nll_loss(op: Operator) -> OpRule:
 
 
 def cross_entropy_sum(op: Operator) -> OpRule:
-    """The summed cross entropy of logits (n, c, \\*), with the weights of the classes behind the target, if any.
+    r"""The summed cross entropy of logits (n, c, \*), with the weights of the classes behind the target, if any.
 
     The classes may be split where the target holds indices of them, nothing weighs them, and nothing is smoothed.
     """
@@ -317,7 +317,7 @@ def cross_entropy_sum(op: Operator) -> OpRule:
 
 
 def cross_entropy_count(op: Operator) -> OpRule:
-    """The summed weights of the classes of a target (n, \\*)."""
+    r"""The summed weights of the classes of a target (n, \*)."""
     return op.bind(f"*+{', c^' * (len(op.operands) - 1)} -> ")
 
 
@@ -347,7 +347,7 @@ def refuse_drawing(op: str, where: str = "") -> None:
 
 
 def normal(op: Operator) -> OpRule:
-    """normal(mean, std): of tensors that broadcast, or of a tensor and a number; or normal(mean, std, size)."""
+    """Return the rule of normal: of tensors that broadcast, of a tensor and a number, or of two numbers and a size."""
     return op.bind(f"{', '.join(['*'] * len(op.operands))} -> *")
 
 

@@ -325,7 +325,7 @@ def _by_name(lines: Iterable[tuple[str, T]]) -> dict[str, T]:
 
 TABLE: Mapping[str, Row] = _by_name(_ROWS)
 REGISTERED: dict[str, Row] = {}
-"""What users say of operators that are not in the table, by full name: `register.register_rule` writes it."""
+"""The rows that users have added for other operators, by full name: `register.register_rule` writes them."""
 _UNLISTED = Row()
 
 

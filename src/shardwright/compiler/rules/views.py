@@ -79,7 +79,7 @@ def _name_group(
 
 
 def permute(op: Operator) -> OpRule:
-    """permute(dims), transpose(dim0, dim1), t: by the order of the dims of the operand in the result."""
+    """Return the rule of permute, transpose and t, by the order of the dims of the operand in the result."""
     n = len(op.operands[0])
     order = list(range(n))
     if "dims" in op.arguments:
@@ -124,7 +124,7 @@ def squeeze(op: Operator) -> OpRule:
 
 
 def select(op: Operator) -> OpRule:
-    """select(dim, index): the dim stays whole and disappears."""
+    """Return the rule of select: its dim stays whole and disappears."""
     n, dim = len(op.operands[0]), op.dim()
     left = term(("." if i == dim else f"d{i}" for i in range(n)), linear=True)
     return op.bind(f"{left} -> {term((f'd{i}' for i in range(n) if i != dim), linear=True)}")
@@ -137,7 +137,7 @@ def split(op: Operator) -> OpRule:
 
 
 def pad(op: Operator) -> OpRule:
-    """pad(amounts, value): the padded dims stay whole. Linear if what comes in beside is zero or the tensor itself."""
+    """Return the rule of pad: padded dims stay whole; linear if the padding is zero or from the tensor itself."""
     n = len(op.operands[0])
     amounts = op["pad"] if "pad" in op.arguments else op["padding"]
     # Amounts come in pairs, from the last dim on. A dim that gets none may be split, though its amount is given as 0.
@@ -153,7 +153,7 @@ def slice_(op: Operator) -> OpRule:
 
 
 def roll(op: Operator) -> OpRule:
-    """roll(shifts, dims), flip(dims): the dims that move stay whole."""
+    """Return the rule of roll and flip: the dims that move stay whole."""
     return _whole_dims(op, list(op.dims("dims")))
 
 
@@ -163,7 +163,7 @@ def _whole_dims(op: Operator, whole: Sequence[int], *, linear: bool = True) -> O
 
 
 def unbind(op: Operator) -> OpRule:
-    """unbind(dim): as many selects."""
+    """Return the rule of unbind, which is several selects."""
     n, dim = len(op.operands[0]), op.dim()
     left = term(("." if i == dim else f"d{i}" for i in range(n)), linear=True)
     right = term((f"d{i}" for i in range(n) if i != dim), linear=True)
@@ -171,14 +171,14 @@ def unbind(op: Operator) -> OpRule:
 
 
 def unfold(op: Operator) -> OpRule:
-    """unfold(dim, size, step): windows over a dim that stays whole, as a new last dim."""
+    """Return the rule of unfold: windows over a dim, which stays whole, become a new last dim."""
     dim = op.dim("dimension")
     dims = ["." if i == dim else f"d{i}" for i in range(len(op.operands[0]))]
     return op.bind(f"{term(dims, linear=True)} -> {term([*dims, '.'], linear=True)}")
 
 
 def repeat_interleave(op: Operator) -> OpRule:
-    """repeat_interleave(times, dim): the dim stays whole; without a dim all of it does."""
+    """Return the rule of repeat_interleave: its dim stays whole, or all dims where it has none."""
     if op["dim"] is None:  # the tensor is flattened first
         return op.bind(f"{term(['.'] * len(op.operands[0]), linear=True)} -> ~ .")
     return _whole_dims(op, [op.dim()])
@@ -194,7 +194,7 @@ def scatter_slice(op: Operator) -> OpRule:
 
 
 def cat(op: Operator) -> OpRule:
-    """cat(tensors, dim): the dim that is joined stays whole; linear in all operands together."""
+    """Return the rule of cat: the dim that is joined stays whole; linear in all operands together."""
     dim = op["dim"] % len(op.results[0])
     dims = term(("." if i == dim else f"d{i}" for i in range(len(op.results[0]))), linear=True)
     # An operand of shape (0,) joins anything: a relic of torch that has no dims to name.
@@ -203,7 +203,7 @@ def cat(op: Operator) -> OpRule:
 
 
 def stack(op: Operator) -> OpRule:
-    """stack(tensors, dim): the new dim stays whole; linear in all operands together."""
+    """Return the rule of stack: the new dim stays whole; linear in all operands together."""
     n = len(op.operands[0])
     dim = op["dim"] % (n + 1)
     names = [f"d{i}" for i in range(n)]
@@ -249,7 +249,7 @@ def like_shape(op: Operator) -> OpRule:
 
 
 def index_select(op: Operator) -> OpRule:
-    """index_select(x, dim, index): the rows that are asked for may be split."""
+    """Return the rule of index_select: the rows that are selected may be split."""
     dim = op.dim()
     names = [f"d{i}" for i in range(len(op.operands[0]))]
     left = term(("v^" if i == dim else name for i, name in enumerate(names)), linear=True)
@@ -258,7 +258,7 @@ def index_select(op: Operator) -> OpRule:
 
 
 def gather(op: Operator) -> OpRule:
-    """gather(x, dim, index): dims in which the index is as long as the operand go along with it."""
+    """Return the rule of gather: dims may be split in which the index is as long as the operand."""
     dim = op.dim()
     x, index = op.operands
     left = [f"d{i}" if i != dim and size == index[i] else "." for i, size in enumerate(x)]
@@ -267,7 +267,7 @@ def gather(op: Operator) -> OpRule:
 
 
 def scatter(op: Operator) -> OpRule:
-    """scatter(x, dim, index, src or value), scatter_add: the dims that all tensors have in full may be split."""
+    """Return the rule of scatter and scatter_add: the dims that all tensors have in full may be split."""
     dim = op.dim()
     sizes = list(zip(*op.operands, strict=True))
     dims = term("." if i == dim or len(set(size)) > 1 else f"d{i}" for i, size in enumerate(sizes))
