@@ -56,7 +56,7 @@ def device_memory_of(plan: Decisions, optimizer: OptimizerStates, rank: int = 0)
 
 
 Storage = tuple[object, ...]
-"""What tells apart where tensors lie: a value where it is made, on its way to a target, or beside an operator."""
+"""The key of a storage: a value where it is made, on its way to a target, or beside an operator."""
 
 
 class MemoryModel:
@@ -133,7 +133,7 @@ class _Storages:
             if node.name in plan.kept.views:
                 self._made.update(dict.fromkeys(node.results, self._read[node.name, 0]))
         self.kept_by = {node.name: self._kept_by(node, plan) for node in plan.capture.nodes}
-        """What each operator keeps for its backward."""
+        """The storages that each operator saves for its backward, with their bytes."""
         # Cached by the block: which others are computed again does not change what this one is given.
         self._given: dict[str, dict[Storage, int]] = {}
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 Trace = Mapping[str, Any]
-"""What torch's profiler exports, read from its JSON."""
+"""A trace that torch's profiler has exported, read from its JSON."""
 _FLOWS = ("s", "t", "f")  # the kinds of events that belong together by their id
 
 

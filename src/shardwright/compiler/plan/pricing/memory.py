@@ -274,7 +274,7 @@ def updated_times(per_entry: int) -> int:
 
 
 ADAMW = OptimizerStates("adamw", 2, 4)
-"""What plans count where nobody says which optimizer there will be."""
+"""The optimizer of which plans count the states where the user names none."""
 
 # Optimizers that torch's DTensors fail in (Adafactor squares partial norms in place) or round otherwise (Muon iterates
 # matrix products in bfloat16). With whole gradients they compute what one device does, and keep whole tensors.

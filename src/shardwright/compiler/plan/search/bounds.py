@@ -130,7 +130,7 @@ class Bounds:
             self._begin()
         self._upper = math.inf
         self.bound = self._sum
-        """What no assignment is below that isn't left out."""
+        """The lower bound of all assignments that are not left out."""
         self._grid = FINE * 2.0 ** math.floor(math.log2(abs(self.bound) or 1.0))
 
     def _begin(self) -> None:

@@ -53,7 +53,7 @@ class Budget:
     optimizer: OptimizerStates
     weigh: Callable[[Choice], int]
     refuse: Callable[[Choice, float], OverBudget]
-    """What is raised where even the choice that holds least holds too much, by that and by the bound."""
+    """The error where even the choice that holds least holds too much, made from that choice and the bound."""
     settle: Callable[[Choice], Choice] = _same
     """A choice with what it costs to compute its blocks, and to gather its values, again."""
     fewest: Callable[[Choice, int], Choice | None] = _none
@@ -61,7 +61,7 @@ class Budget:
     price: float = 0.0
     """Of a byte, at which a plan was found that is to be beaten; 0 where there is none."""
     once: bool = False
-    """Whether nothing is looked at but that price."""
+    """True where no other price is tried."""
     alternatives: Callable[[Choice], Choice] | None = None
     """A choice or what costs less of other ways to plan: what is to be beaten where choices are divided, as a gap is
     left. Without it they are not divided."""
@@ -80,7 +80,7 @@ class PricedChoice:
     total: float
     bytes: int
     line: BoundLine | None = None
-    """What the bound is no more than at other prices, by the first that a search has found."""
+    """The upper limit of the bound at other prices, by the first choice that a search has found."""
 
     @staticmethod
     def of(choice: Choice, total: float, budget: Budget, line: BoundLine | None = None) -> PricedChoice:
@@ -198,14 +198,14 @@ class _PriceSearch:
         self._prices, self._price = [0.0], 0.0
         self._bound = -math.inf
         self.free_cost = 0.0
-        """What the choice costs that was found without a price."""
+        """The cost of the choice that was found without a price."""
         self._with_fewest: set[int] = set()  # choices, by identity: all are held
         self.fit: list[PricedChoice] = []
-        """What fits."""
+        """The choices that fit."""
         self.above: list[PricedChoice] = []
-        """What does not."""
+        """The choices that do not fit."""
         self.is_worth_another = True
-        """Whether one more price may have something that costs less, or a higher bound."""
+        """True as long as one more price may give a choice that costs less, or a higher bound."""
 
     def take(self, free: PricedChoice) -> None:
         """Take what was found without a price, which does not fit."""

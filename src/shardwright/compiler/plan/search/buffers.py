@@ -33,9 +33,9 @@ from shardwright.distributed.gradients import BUCKET_BYTES
 from shardwright.errors import PlanError
 
 WORTH = 1e-3
-"""What smaller buffers could save, as a share of the total, that is worth another search."""
+"""The saving by smaller buffers, as a share of the total, that is worth another search."""
 FAR = 3e-3
-"""How far below the rest the bound of a part is, as a share, that is worth another search."""
+"""The distance of the bound of a part below the rest, as a share, that is worth another search."""
 LEAST_TIMES = 2
 """So often at least, with its buffers, a small parameter is there while it is gathered."""
 

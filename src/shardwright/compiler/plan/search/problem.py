@@ -231,12 +231,12 @@ class Problem:
             costs = known.leaf(graph.capture.values[name], layouts)
             self.tables.append(Table((self.leaf_variables[name],), costs))
         self.hubs: dict[str, tuple[int, tuple[Target, ...]]] = {}
-        """What values are shared by a hub: the variable, and the targets that its choices stand for."""
+        """The hubs by the values that they share: the variable, and the targets that its choices stand for."""
         for value in graph.capture.values if values is None else values:
             if value in self.leaf_variables or graph.producers[value][0].name in nodes:
                 self._add_transfers(value)
         self.block_variables = {block.name: self._variable(2) for block in space.blocks}
-        """Whether the inside of a block is kept, or computed again by the backward."""
+        """The variables of blocks, by name: the inside of a block is saved for the backward, or recomputed by it."""
 
     def solved(self) -> Solution:
         """The least cost, and the strategies and layouts that attain it."""

@@ -73,7 +73,7 @@ class Weights:
         self._held: list[object] = []  # so that no identity is given to another object
         self._priced: dict[tuple[int, int, float], Costs] = {}
         self.fixed_bytes = 0
-        """What all choices hold: inputs, buffers and constants."""
+        """The bytes that all choices hold: inputs, buffers and constants."""
         self.recomputing = Recomputing(problem, self._kept)
         self._root = self._roots()
         self._kept_by_makers = {
@@ -88,7 +88,7 @@ class Weights:
         tables = (*self._leaves(), *self._operators(), *self._given())
         self.tables = [table for table in tables if table.costs.any()]
         self.gathered = list(self._operands())
-        """What operators keep of values, with the bytes that this takes, and what it is to gather them again."""
+        """The values that operators save, with the bytes that this takes, and the cost of gathering them again."""
 
     def at(self, price: float) -> list[Table]:
         """The tables at so much for a byte."""
