@@ -109,8 +109,10 @@ def mnist_files(full: bool = False) -> dict[str, bytes]:
 
 
 def cifar_files(version: cifar.Version, full: bool = False) -> dict[str, bytes]:
-    """The files of a version of CIFAR-10, path -> contents: the digits of `mnist_files` in grey, 32 x 32. ``full`` ones
-    have as many images as CIFAR-10 has: 10,000 in each of six files, on which other people's loaders count.
+    """Return the files of a version of CIFAR-10, path -> contents.
+
+    Their images are the digits of `mnist_files` in grey, 32 x 32. ``full`` ones have as many images as CIFAR-10 has:
+    10,000 in each of six files, on which other people's loaders count.
     """
     parts = enlarged_parts(cifar.SIDE, (50_000, 10_000) if full else None)
     train, test = ((np.repeat(part.images[:, None], 3, axis=1), part.labels) for part in parts)
@@ -127,8 +129,9 @@ FORMATS: dict[str, Callable[[bool], dict[str, bytes]]] = {
 
 @waiting_for("making the digits")
 def write_digits(out: str | os.PathLike[str], format: str, force: bool = False, full_size: bool = False) -> list[Path]:
-    """Write the digits into the folder ``out`` as the files of ``format`` and return their paths; with ``full_size``
-    as many images as that data set has, each digit many times.
+    """Write the digits into the folder ``out`` as the files of ``format``, and return their paths.
+
+    With ``full_size`` there are as many images as that data set has, each digit many times.
 
     Files that are there already with the same contents are left alone. Raises `UsageError` for a format that is not
     in `FORMATS`, and `DataError` where another data set is in the way and ``force`` is false, before anything is

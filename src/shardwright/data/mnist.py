@@ -28,6 +28,7 @@ _CONTENTS = {1: "labels", 3: "images"}
 
 
 def file_names(train: bool) -> tuple[str, str]:
+    """Return the names of the files of images and of labels, to train or to test on."""
     part = "train" if train else "t10k"
     return f"{part}-images-idx3-ubyte", f"{part}-labels-idx1-ubyte"
 

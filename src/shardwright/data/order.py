@@ -49,8 +49,9 @@ def sample_seeds(seed: int, epoch: int, indices: Sequence[int]) -> list[int]:
 
 
 def mixed(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """SplitMix64's finaliser: neighbours become unlike (Steele, Lea, Flood, *Fast Splittable Pseudorandom Number
-    Generators*, 2014). Arrays of whole numbers wrap around.
+    """Mix numbers by SplitMix64's finaliser, which makes neighbours unlike.
+
+    Steele, Lea, Flood, *Fast Splittable Pseudorandom Number Generators*, 2014. Arrays of whole numbers wrap around.
 
     What samples draw follows from it, so that it never changes; `runtime.checks.changed_buffers` mixes on devices.
     """

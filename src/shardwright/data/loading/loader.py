@@ -230,8 +230,11 @@ class _Rows(torch.utils.data.Dataset[Any]):
         return columns if len(indices) else tuple(column[:0] for column in columns)
 
     def _read(self, chosen: list[int], epoch: int) -> Any:
-        """The samples, collated. Those of a data set that draws from global generators are drawn by their indices:
-        it is found out when it first does, and then asked for its samples once more, one by one."""
+        """Return the samples, collated.
+
+        A data set that draws from global generators draws each sample by its index. That it draws is found out when it
+        first does; then its samples are read once more, one by one.
+        """
         numbers, restores = RandomNumbers(), get_worker_info() is None  # nobody else draws in a process that only loads
         try:
             samples = [] if self._draws else self._samples(chosen)

@@ -39,8 +39,11 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
 
 
 def part_of_batch(batch: Any, start: int, stop: int) -> Any:
-    """Return the samples ``start`` to ``stop`` of a batch: of each tensor, and of each list of as many words or numbers
-    as there are samples, as loaders make of names."""
+    """Return the samples ``start`` to ``stop`` of a batch.
+
+    They are taken from each tensor, and from each list of as many words or numbers as there are samples, as loaders
+    make of names.
+    """
     return _part_of(batch, count_samples(batch), slice(start, stop))
 
 
