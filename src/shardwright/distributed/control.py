@@ -1,5 +1,7 @@
-"""The groups of all ranks beside the one that moves their data: for objects, sizes and words, which lie in the memory
-of the CPU, and for messages."""
+"""The groups of all ranks beside the one that moves their data.
+
+One is for objects, sizes and words, which lie in the memory of the CPU, and one for messages.
+"""
 
 from __future__ import annotations
 

@@ -78,8 +78,10 @@ def _flat_gradient(parameter: Tensor) -> Tensor:
 
 
 def _presence(parameters: list[Tensor]) -> Tensor:
-    """One entry for each gradient that is there, one for each that is not: sums are compared with zero alone,
-    which every dtype can tell exactly, however many ranks there are."""
+    """Return one entry for each gradient that is there, and one for each that is not.
+
+    Sums of them are compared with zero alone, which every dtype can tell exactly, however many ranks there are.
+    """
     has = [float(parameter.grad is not None) for parameter in parameters]
     return parameters[0].new_tensor(has + [1 - there for there in has])
 

@@ -260,8 +260,9 @@ class Lockstep:
                     return
 
     def _tear(self) -> None:
-        """Let those know that wait in the last backward that it has ended here, though something begun is not waited
-        for, and see to it that all ranks come to the next call alike.
+        """Let the ranks that wait in the last backward know that it has ended here.
+
+        Something begun in it is not waited for; all ranks still come to the next call in the same state.
         """
         self._begun.clear()
         self._torn = self._number + 1

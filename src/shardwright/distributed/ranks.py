@@ -19,7 +19,7 @@ from shardwright.distributed.control import control_group, message_group, world_
 from shardwright.errors import ShardwrightError, WorldError
 
 TIMEOUT_S = 1800.0
-"""How long a rank waits for another unless told: the slowest may still be writing when the first is done."""
+"""The time that a rank waits for another by default: the slowest may still be writing when the first is done."""
 
 
 @dataclass(frozen=True)

@@ -112,9 +112,9 @@ class Lane:
         self.pid = processes[collectives.rank].pid
         self.failed: WorldError | None = None
         self.asked: deque[ShmWork] = deque()
-        """What is under way, the next one first."""
+        """The collectives under way, the next one first."""
         self.told: deque[tuple[ShmWork, torch.futures.Future[list[Tensor]]]] = deque()
-        """What has ended, and has a future that does not know of it yet."""
+        """The collectives that have ended, each with a future that does not know of it yet."""
         self.driving = threading.Lock()
         """Held by the thread that goes on with what is under way."""
         self._queue: queue.SimpleQueue[ShmWork | None] = queue.SimpleQueue()

@@ -155,8 +155,10 @@ BACKENDS: Mapping[str, Backend] = {row.name: row for row in (GLOO, NCCL, MPI, SH
 
 
 def usual_backend(device: DeviceType, shared: bool = False) -> Backend:
-    """The backend of ranks that compute on such devices, where none is asked for; ``shared`` hosts have several of them
-    each, all as many, and may have a backend of their own."""
+    """Return the backend of ranks that compute on such devices, where none is asked for.
+
+    ``shared`` hosts have several ranks each, all as many, and may have a backend of their own.
+    """
     rows = [row for row in BACKENDS.values() if row.device == device and (shared or not row.shared)]
     return max(rows, key=lambda row: row.shared)
 

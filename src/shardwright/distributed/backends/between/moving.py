@@ -41,7 +41,7 @@ class Word:
         return self.told() or reason
 
     def told(self) -> str:
-        """ "" as long as nobody has told, or where nobody can be asked."""
+        """Return the reason, empty as long as nobody has told one, or where nobody can be asked."""
         with suppress(RuntimeError):
             if self._store.check([_GIVEN_UP]):
                 return str(self._store.get(_GIVEN_UP).decode())

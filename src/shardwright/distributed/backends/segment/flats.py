@@ -84,6 +84,7 @@ def flat_of(tensor: Tensor) -> tuple[Tensor, Callable[[], object]]:
 
 
 def flats_of(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], object]]:
+    """Return the elements of each tensor as `flat_of` does, and a function that writes all of them back."""
     found = [flat_of(tensor) for tensor in tensors]
 
     def finish() -> None:

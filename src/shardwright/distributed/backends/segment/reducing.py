@@ -88,8 +88,11 @@ class NativeCollectives:
         return None
 
     def repeated(self, tensor: Tensor) -> RepeatedCollective | None:
-        """Return the sum of tensors like this one; None for what native code does not sum, and where a large one would
-        have no memory that the ranks share."""
+        """Return a sum that can be repeated for tensors like this one, None where there is none.
+
+        There is none for what native code does not sum, and where a large tensor would have no memory that the ranks
+        share.
+        """
         kind = _reducing(tensor.dtype, tensor.numel(), _SUM, self.collectives.size) if is_plain(tensor) else None
         if kind is None or kind.one_stage:
             return None if kind is None else RepeatedCollective(self, kind, None)
