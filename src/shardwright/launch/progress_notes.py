@@ -60,7 +60,7 @@ class TaskDisplay:
         self._find_show, self._after_s = find_show, after_s
         self._works: list[Task] = []
         self.instead: Show | None = None
-        """Who has the terminal, such as a bar of steps, and shows the line there."""
+        """The function that shows the line for whoever has the terminal, such as a bar of steps."""
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[Task]:

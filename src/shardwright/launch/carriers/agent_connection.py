@@ -232,7 +232,7 @@ def _die_with(parent: int) -> None:
 
 
 WHEELS = "https://download.pytorch.org/whl"
-"""Where torch is built for each CUDA, and for none."""
+"""The address of the builds of torch for each CUDA, and for none."""
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
 
 

@@ -239,4 +239,5 @@ def default_environment(cpus: int, local_ranks: int) -> dict[str, str]:
 
 
 def inherited_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of an environment but those that tell a rank its place."""
     return {name: value for name, value in environment.items() if name not in RANK_VARIABLES}

@@ -72,6 +72,7 @@ def one_per_host(options: LaunchOptions) -> LaunchOptions:
 
 
 def placement_of(options: LaunchOptions) -> Placement:
+    """Return the placement of the ranks on the hosts of a job."""
     assert options.remote is not None
     return Placement.by_slots(options.remote.hosts, options.remote.ranks, options.remote.oversubscribe)
 
@@ -83,5 +84,6 @@ def _line(wdir: str, own: dict[str, str], options: LaunchOptions, python: str, w
 
 
 def program_words(program: Program) -> list[str]:
+    """Return the words that name a program on the command line of torchrun."""
     kinds = {"script": [], "module": ["-m"], "program": ["--no-python"]}
     return [*kinds[program.kind], *program.arguments]

@@ -37,6 +37,8 @@ _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 @dataclass(frozen=True)
 class Frame:
+    """A frame of a stack."""
+
     file: str
     line: int
     function: str
@@ -99,6 +101,7 @@ def encode_observations(observations: list[Observation]) -> bytes:
 
 
 def decode_observations(data: bytes) -> list[Observation]:
+    """Return the observations in what `encode_observations` has returned."""
     return [Observation.from_message(message) for message in json.loads(data)]
 
 
@@ -274,10 +277,10 @@ def _wait_for_answers(asked: Mapping[int, PulseFile]) -> None:
 
 
 def read_faulthandler(text: str) -> tuple[Stack, ...]:
-    """Return the threads of faulthandler's traceback, the main one first: it writes the newest first.
+    r"""Return the threads of faulthandler's traceback, the main one first: it writes the newest first.
 
-    >>> read_faulthandler('Thread 0x1 (most recent call first):\\n  File "a.py", line 1 in f\\n\\n'
-    ...                   'Current thread 0x2 (most recent call first):\\n  File "b.py", line 2 in <module>\\n')[0]
+    >>> read_faulthandler('Thread 0x1 (most recent call first):\n  File "a.py", line 1 in f\n\n'
+    ...                   'Current thread 0x2 (most recent call first):\n  File "b.py", line 2 in <module>\n')[0]
     (Frame(file='b.py', line=2, function='<module>'),)
     """
     threads: list[list[Frame]] = []

@@ -18,12 +18,16 @@ _CONTROLS = dict.fromkeys((*range(32), 127), "?")  # a file or a function may ha
 
 
 def headline(hang: Hang) -> str:
+    """Return the first line of a report: the time without progress, and the verdict."""
     text = f"no rank has finished a step or written anything for {hang.timeout_s:g} s: {hang.verdict()[0]}"
     return text.translate(_CONTROLS)
 
 
 def group_lines(hang: Hang) -> list[str]:
-    """ "7 ranks in all_reduce of step 41 (0-6)", the largest group first, and who is not among them."""
+    """Return a line for each group of ranks, the largest first, and lines on the other ranks.
+
+    A group reads "7 ranks in all_reduce of step 41 (0-6)".
+    """
     lines = []
     for text, ranks in hang.groups.items():
         if len(ranks) == 1:
@@ -57,6 +61,7 @@ def write_report(hang: Hang, folder: Path) -> Path:
 
 
 def report_text(hang: Hang) -> str:
+    """Return the whole report of a hang, with every stack."""
     moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime())
     lines = [moment, headline(hang), "", *group_lines(hang)]
     for seen in sorted(hang.observations, key=lambda seen: seen.rank):

@@ -42,6 +42,7 @@ class RankLocation:
 
 
 def location_of(seen: Observation) -> RankLocation:
+    """Return the location of a rank as its observation shows it."""
     where, waiting = _where(seen)
     if seen.state in ("T", "t"):
         how = f" ({signal_name(seen.stopped_by)})" if seen.stopped_by else " by a debugger" if seen.state == "t" else ""

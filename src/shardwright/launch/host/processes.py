@@ -44,6 +44,7 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def all_processes() -> Iterator[int]:
+    """Return the ids of all processes of this host."""
     return (int(name) for name in os.listdir("/proc") if name.isdecimal())
 
 
@@ -108,6 +109,7 @@ def state_and_cpu_s(pid: int) -> tuple[str, float] | None:
 
 
 def name_of(pid: int) -> str:
+    """Return the name of a process, "?" where it cannot be read."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
     return "?"

@@ -30,6 +30,7 @@ M = TypeVar("M", bound=Message)
 
 
 def encode(message: Message) -> bytes:
+    """Return a message as bytes: a line of JSON, and behind it the bytes of ``data``, if it has any."""
     fields = message._asdict()
     data: bytes = fields.pop("data", b"")
     if data:

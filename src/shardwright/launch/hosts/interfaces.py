@@ -184,8 +184,10 @@ def _names_one(variable: str, value: str, known: Collection[str]) -> bool:
 
 
 def own_interfaces() -> list[str]:
+    """Return the names of the network interfaces of this host, sorted."""
     return sorted(name for _, name in socket.if_nameindex())
 
 
 def own_adapters(sysfs: Path = Path("/sys")) -> list[str]:
+    """Return the names of the InfiniBand adapters of this host, sorted."""
     return sorted(path.name for path in sysfs.glob("class/infiniband/*"))

@@ -322,6 +322,7 @@ class _Reader:
 
 
 def is_address(text: str) -> bool:
+    """Return whether a text is an IP address."""
     try:
         ipaddress.ip_address(text)
     except ValueError:

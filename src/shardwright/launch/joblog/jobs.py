@@ -96,6 +96,7 @@ class JobRecord:
 
 
 def jobs_folder() -> Path:
+    """Return the folder in which the jobs of this user are recorded."""
     return own_folder() / "jobs"
 
 

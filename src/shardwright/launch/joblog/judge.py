@@ -119,6 +119,7 @@ def end_of(text: bytes, lines: int) -> list[bytes]:
 
 
 def signal_name(signum: int) -> str:
+    """Return the name of a signal, or its number in words where it has no name."""
     try:
         return signal.Signals(signum).name
     except ValueError:

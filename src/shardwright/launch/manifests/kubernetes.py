@@ -190,10 +190,10 @@ def _scalar(value: Any) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Return JSON without characters that YAML takes for line ends, or does not take.
+    r"""Return JSON without characters that YAML takes for line ends, or does not take.
 
-    >>> print(_escaped('"a\\u2028b"'))
-    "a\\U00002028b"
+    >>> print(_escaped('"a\u2028b"'))
+    "a\U00002028b"
     """
     if re.search("[\ud800-\udfff]", text):
         raise UsageError(f"{text!r} is not UTF-8, which a manifest has to be; give it another name")

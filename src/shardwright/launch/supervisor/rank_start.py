@@ -27,6 +27,8 @@ STEPS = "steps"  # the pipe in which a rank tells of them
 
 @dataclass
 class RankProcess:
+    """The process of a rank, as its supervisor knows it."""
+
     pid: int
     pipes: dict[str, int]
     error_file: Path | None = None  # where it writes down its error
@@ -65,6 +67,7 @@ def forget_this_package() -> None:
 
 
 def execute(command_line: list[str]) -> None:
+    """Replace this process by a program; end with exit code 127 where it cannot be run."""
     for signum in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(signum, signal.SIG_DFL)  # what Python ignores or handles, a program of any kind must not
     try:
@@ -83,6 +86,7 @@ def not_started(events: int, reason: str) -> NoReturn:
 
 
 def why_no_torch(message: str) -> str:
+    """Return the reason why torch cannot be imported, and what to type."""
     last = message.strip().splitlines()[-1]
     if last.startswith("ModuleNotFoundError") and "'torch'" in last:
         return f"{sys.executable} has no torch; type `{sys.executable} -m pip install torch`"
