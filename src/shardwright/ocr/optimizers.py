@@ -16,8 +16,11 @@ NORMS_AND_BIASES = ("beta", "gamma", "bias")
 
 
 class Lion(torch.optim.Optimizer):
-    """Steps of one size for all entries: Chen et al., *Symbolic Discovery of Optimization Algorithms*, 2023,
-    arXiv:2302.06675, algorithm 2; the weight decay is no part of the gradient."""
+    """Steps of one size for all entries.
+
+    Chen et al., *Symbolic Discovery of Optimization Algorithms*, 2023, arXiv:2302.06675, algorithm 2; the weight decay
+    is no part of the gradient.
+    """
 
     def __init__(
         self,
@@ -88,10 +91,12 @@ _KINDS = {
 
 
 def kind_of(name: str) -> OptimizerKind:
+    """Return the kind of optimizer of this name, in upper or lower case."""
     return _KINDS[name.lower()]
 
 
 def make_optimizer(options: Optimizer, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    """Return the optimizer of a model that the options describe."""
     return kind_of(options.opt).make(options, _groups(options, model), lr)
 
 

@@ -144,6 +144,7 @@ def _prepared(network: Network, content: bytes, name: str) -> Sample:
 
 
 def find_texts(network: Network, content: bytes, name: str) -> list[Detection]:
+    """Return the texts that a network detects in an image, given as the contents of its file."""
     sample = _prepared(network, content, name)
     maps = network.predict([torch.from_numpy(sample.image)[None]])
     return detect(maps[0].float().cpu().numpy(), [*sample.shape, *sample.ratio], network.settings.postprocess)

@@ -85,6 +85,7 @@ def _detection_loss(settings: Settings) -> LossFunction:
 
 
 def probabilities(model: nn.Module, batch: Any) -> Tensor:
+    """Return the output of a model for the images of a batch, in the dtype of its parameters."""
     result: Tensor = model(batch[0].to(next(model.parameters()).dtype))
     return result
 
@@ -120,6 +121,7 @@ def best_path(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
 
 
 def dictionary_of(settings: Settings) -> Dictionary:
+    """Return the dictionary of characters that the settings name."""
     how = settings.postprocess
     return Dictionary.of(how.character_dict_path, how.use_space_char)
 

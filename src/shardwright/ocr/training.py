@@ -149,6 +149,7 @@ def _begin(experiment: TextExperiment, folder: Path) -> None:
 
 
 def make_model(settings: Settings) -> nn.Module:
+    """Return the model that the settings describe."""
     dtype = getattr(torch, settings.system.dtype)
     return TASKS[settings.model.type].model(settings).to(dtype)
 
@@ -191,6 +192,7 @@ def _batches(images: TextImages, options: Loading, settings: Settings, world: Wo
 
 
 def make_schedule(options: Scheduler, optimizer: torch.optim.Optimizer, steps_per_epoch: int) -> LambdaLR:
+    """Return the schedule of the learning rate that the options describe."""
     steps, warmup = options.num_epochs * steps_per_epoch, round(options.warmup_epochs * steps_per_epoch)
     floor = options.min_lr / options.lr
     if options.scheduler in ("warmup_cosine_decay", "cosine_decay"):

@@ -79,6 +79,7 @@ def _path_of(given: str) -> str:
 
 
 def cached(url: str) -> Path:
+    """Return the path at which the file of an address is cached."""
     return Path(torch.hub.get_dir()) / "checkpoints" / Path(urlparse(url).path).name
 
 

@@ -28,10 +28,12 @@ def shape_of(points: Points) -> Any:
 
 
 def area(points: Points) -> float:
+    """Return the area of a polygon."""
     return float(shape_of(points).area)
 
 
 def is_simple(points: Points) -> bool:
+    """Return whether points make a polygon that has an area and does not cross itself."""
     shapely = library("shapely")
     if len(points) < 3:
         return False
@@ -40,6 +42,7 @@ def is_simple(points: Points) -> bool:
 
 
 def perimeter(points: Points) -> float:
+    """Return the length of the border of a polygon, 0 without points."""
     return float(np.linalg.norm(points - np.roll(points, 1, axis=0), axis=1).sum()) if len(points) else 0.0
 
 
@@ -90,8 +93,10 @@ def _areas(shapes: Points) -> Points:
 
 
 def rectangle_around(points: Points) -> tuple[Points, float]:
-    """The corners of the smallest rectangle around the points, from the upper left one on clockwise, and its shorter
-    side."""
+    """Return the corners of the smallest rectangle around the points, and its shorter side.
+
+    The corners go clockwise from the upper left one.
+    """
     cv2 = library("cv2")
     rectangle = cv2.minAreaRect(np.asarray(points, dtype=np.float32).reshape(-1, 1, 2))
     return in_order(cv2.boxPoints(rectangle)), float(min(rectangle[1]))

@@ -1,5 +1,7 @@
-"""Text recognition: Shi, Bai, Yao, *An End-to-End Trainable Neural Network for Image-based Sequence Recognition*, 2015,
-arXiv:1507.05717."""
+"""Text recognition by CRNN.
+
+Shi, Bai, Yao, *An End-to-End Trainable Neural Network for Image-based Sequence Recognition*, 2015, arXiv:1507.05717.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Text detection: Liao et al., *Real-time Scene Text Detection with Differentiable Binarization*, 2019,
-arXiv:1911.08947."""
+"""Text detection by DBNet.
+
+Liao et al., *Real-time Scene Text Detection with Differentiable Binarization*, 2019, arXiv:1911.08947.
+"""
 
 from __future__ import annotations
 

@@ -19,8 +19,10 @@ def conv_norm(
     activation: type[nn.Module] | None = nn.ReLU,
     eps: float = 1e-5,
 ) -> nn.Sequential:
-    """A convolution that keeps the size but for its stride, a batch normalisation, and an activation where one is
-    asked for: [n, inputs, h, w] -> [n, outputs, h / stride, w / stride]."""
+    """Return a convolution, a batch normalisation, and an activation where one is asked for.
+
+    The size stays but for the stride: [n, inputs, h, w] -> [n, outputs, h / stride, w / stride].
+    """
     convolution = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, groups=groups, bias=False)
     layers = [convolution, nn.BatchNorm2d(outputs, eps), *([activation()] if activation else [])]
     return nn.Sequential(*layers)

@@ -94,6 +94,7 @@ class DetectionLoss:
 
 
 def recognition_loss(model: nn.Module, batch: Any) -> Tensor:
+    """Return the CTC loss of a model for a batch of images, texts and their lengths."""
     images, text, lengths = batch[:3]
     return ctc_loss(model(images.to(_dtype(model))), text, lengths)
 

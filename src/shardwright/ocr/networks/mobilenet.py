@@ -44,6 +44,7 @@ def divisible(channels: float) -> int:
 
 
 def quarter_squeeze(channels: int) -> nn.Module:
+    """Return a `Squeeze` that has a quarter of the channels inside."""
     return Squeeze(channels, channels // 4)
 
 

@@ -58,8 +58,10 @@ class LevelPyramid(Necks):
 
 
 class ScaleFusion(nn.Module):
-    """Adaptive scale fusion: Liao et al., *Real-Time Scene Text Detection with Differentiable Binarization and Adaptive
-    Scale Fusion*, 2022, arXiv:2202.10304.
+    """Adaptive scale fusion.
+
+    Liao et al., *Real-Time Scene Text Detection with Differentiable Binarization and Adaptive Scale Fusion*, 2022,
+    arXiv:2202.10304.
 
     Each of the parts, of a quarter of ``width`` channels, is multiplied at each place by a weight in [0, 1], which
     follows from all of them by attention over places and, with ``channel_attention``, over channels.

@@ -43,8 +43,11 @@ class TextSystem:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """``pretrained`` is a checkpoint, or the address of one of torch's files, whose weights are the first ones;
-    ``resume`` goes on from the newest checkpoint of the run (true), or from the one at a path."""
+    """The options of the model.
+
+    ``pretrained`` is a checkpoint, or the address of one of torch's files, whose weights are the first ones. ``resume``
+    goes on from the newest checkpoint of the run (true), or from the one at a path.
+    """
 
     type: Task
     transform: str | None = None

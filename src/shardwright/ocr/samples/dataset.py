@@ -84,6 +84,7 @@ def in_words(wrong: Mapping[str, int]) -> str:
 
 
 def file_sources(listed: Sequence[SampleSource], share: float, where: str) -> Sources:
+    """Return the listed sources, of which a ``share`` is used."""
     return Sources(len(listed), listed.__getitem__, share, where)
 
 

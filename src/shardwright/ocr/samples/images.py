@@ -108,6 +108,7 @@ class RandomColorAdjust:
 
 
 def resized(image: Array, height: int, width: int) -> Array:
+    """Return an image in another size, by linear interpolation."""
     cv2 = library("cv2")
     scaled: Array = cv2.resize(image, (max(1, width), max(1, height)), interpolation=cv2.INTER_LINEAR)
     return scaled

@@ -1,5 +1,7 @@
-"""SynthText's labels: Gupta, Vedaldi, Zisserman, *Synthetic Data for Text Localisation in Natural Images*, 2016,
-arXiv:1604.06646."""
+"""The labels of SynthText.
+
+Gupta, Vedaldi, Zisserman, *Synthetic Data for Text Localisation in Natural Images*, 2016, arXiv:1604.06646.
+"""
 
 from __future__ import annotations
 

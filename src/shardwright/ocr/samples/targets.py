@@ -13,8 +13,11 @@ from shardwright.ocr.samples.sample import IGNORED, Array, Sample
 
 @dataclass(frozen=True)
 class ShrinkBinaryMap:
-    """``binary_map`` is 1 inside of each text that is shrunk by area * (1 - ratio²) / perimeter, ``mask`` 0 on texts
-    that do not count: those that nobody can read, and those less than ``min_text_size`` pixels high or wide."""
+    """The map of shrunk texts, and the mask of texts that count.
+
+    ``binary_map`` is 1 inside of each text that is shrunk by area * (1 - ratio²) / perimeter. ``mask`` is 0 on texts
+    that do not count: those that nobody can read, and those less than ``min_text_size`` pixels high or wide.
+    """
 
     min_text_size: float = 8
     shrink_ratio: float = 0.4
@@ -39,8 +42,11 @@ class ShrinkBinaryMap:
 
 @dataclass(frozen=True)
 class BorderMap:
-    """``thresh_map`` falls from ``thresh_max`` on the border of each text to ``thresh_min`` at the distance by which it
-    was shrunk, and farther off; ``thresh_mask`` is 1 on texts and so far around them."""
+    """The map of the borders of texts, and its mask.
+
+    ``thresh_map`` falls from ``thresh_max`` on the border of each text to ``thresh_min`` at the distance by which it
+    was shrunk, and farther off. ``thresh_mask`` is 1 on texts and up to this distance around them.
+    """
 
     shrink_ratio: float = 0.4
     thresh_min: float = 0.3

@@ -71,8 +71,10 @@ def mean_within(probability: Points, points: Points) -> float:
 
 
 def _expanded(points: Points, how: DetectionPostprocess) -> Points | None:
-    """The polygon when it has grown by area * ratio / perimeter, as it was shrunk in training; or the rectangle around
-    that."""
+    """Return the grown polygon, or the rectangle around it; None where it is too small or in pieces.
+
+    It grows by area * ratio / perimeter, as it was shrunk in training.
+    """
     around = geometry.perimeter(points)
     if not around:
         return None
