@@ -118,8 +118,10 @@ def _version(buffer: Any) -> int:
 
 
 def digest(buffers: dict[str, Any], device: torch.device) -> Tensor:
-    """A whole number below 2**20 that other values would nearly never give, a scalar of float64 on ``device``, which is
-    not waited for; 0 without buffers."""
+    """Return a whole number below 2**20 that other values of the buffers would nearly never give, 0 without buffers.
+
+    It is a scalar of float64 on ``device``, which is not waited for.
+    """
     total = torch.zeros((), dtype=torch.int64, device=device)
     for number, name in enumerate(sorted(buffers)):
         total += mixed(_sum_of_words(buffers[name], device) + number)

@@ -8,7 +8,7 @@ from typing import Literal, Protocol, get_args
 from torch import Tensor
 
 Checks = Literal["usual", "full"]
-"""How often ranks compare what they hold and pass: in the first calls and then one in so many, or in each call."""
+"""The rate at which ranks compare what they hold and pass: in the first calls and then one in so many, or in each."""
 
 FIRST = 3
 EVERY = 100

@@ -116,7 +116,7 @@ class Replicas:
         self._later = device.type != "cpu"  # whether numbers are read one call after they were asked for
         self._begun: OnItsWay | None = None
         self.due = False
-        """Whether `before` compares in any case."""
+        """True where `before` compares in any case."""
 
     def before(self, tensors: Sequence[Tensor] = ()) -> None:
         """Compare, where that is due; all ranks call it together. What was refused in the last call is looked at again.

@@ -60,8 +60,10 @@ class SameBatch:
         )
 
     def beside_rows(self, tensors: Sequence[Tensor], height: int) -> list[str]:
-        """Return what is to be the same on all ranks though each passes rows of its own, here so many: tensors that
-        have no rows. Nothing where that is not compared in this call."""
+        """Return the tensors to compare in this call, in words: those without rows, which must be equal on all ranks.
+
+        Each rank passes ``height`` rows of its own. The list is empty where nothing is compared.
+        """
         due = self._due([tensor for tensor in tensors if not (tensor.ndim and tensor.shape[0] == height)])
         return list(map(str, due or ()))
 

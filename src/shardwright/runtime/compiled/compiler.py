@@ -27,7 +27,7 @@ from shardwright.compiler.lower.call import DEVICE, Call, Name
 from shardwright.compiler.lower.program import Instruction, LocalProgram, function_of, given_to, unused, variables
 
 Chosen = Callable[[Instruction], bool]
-"""Whether an instruction may be part of a stretch."""
+"""A function that returns whether an instruction may be part of a stretch."""
 _DROPOUTS = ("draws.dropout", "draws.native_dropout")
 _COMPOSED = ("ops.cross_entropy_sum", "ops.cross_entropy_count")  # of torch's operators
 _FEWEST = 2  # operators: to call one that is compiled costs more than the operator

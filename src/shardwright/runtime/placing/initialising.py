@@ -204,8 +204,7 @@ def _unset_like(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _is_set(made: Tensor, changed: bool) -> bool:
-    """Return whether all of a tensor has values; ``changed`` says that it was written to, which ``x.data`` hides.
-    nothing."""
+    """Return whether all of a tensor has values; ``changed`` says that it was written to, which ``x.data`` hides."""
     if made.is_floating_point() or made.is_complex():
         return not bool(made.isnan().any())
     if changed or not made.numel():

@@ -88,7 +88,7 @@ class GradientReduction(Unreduced):
     def __init__(self) -> None:
         super().__init__()
         self.deferring = False
-        """Whether backwards leave gradients unreduced, within `deferred`."""
+        """True within `deferred`, where backwards leave gradients unreduced."""
         # parameter -> over which axes -> sum of gradients that are not reduced yet, and who reduces it
         self._kept: dict[str, dict[Axes, tuple[Tensor, Communicator]]] = {}
 

@@ -58,7 +58,6 @@ class Planner:
         Args:
             decided: a plan, or the path of a saved one, in place of a search.
         """
-
         stored = stored_before(self.module)
 
         def make() -> Plan:

@@ -153,7 +153,7 @@ class Programs:
         compiler: Compiler | None = None,
     ) -> None:
         self.keys = Keys(planner.captures)
-        """What the graph of a step depends on beside the model and the sizes of the batch."""
+        """The keys of graphs: all that the graph of a step depends on beside the model and the sizes of the batch."""
         self._planner = planner
         self._first = first
         self._storage = storage

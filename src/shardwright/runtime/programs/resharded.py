@@ -27,7 +27,7 @@ from shardwright.errors import UsageError
 
 Step = tuple[Callable[..., Tensor], dict[str, Any]]
 Gather = Callable[[Sequence[Tensor]], Sequence[Tensor]]
-"""What makes whole tensors of this rank's parts."""
+"""A function that all-gathers whole tensors from this rank's shards."""
 
 
 class _Gathered:

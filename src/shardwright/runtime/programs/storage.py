@@ -63,7 +63,7 @@ def layouts_by_name(plan: Plan) -> dict[str, Layout]:
 
 
 _Place = tuple[dict[str, Tensor | None], nn.Module, str]
-"""Where a buffer is looked up: in the dictionary of its module, or as an attribute of that."""
+"""The place where a buffer is looked up: in the dictionary of its module, or as an attribute of that."""
 
 
 def _standing(places: Sequence[_Place]) -> list[Tensor]:
@@ -103,7 +103,7 @@ class ModelState:
     def __init__(self, module: nn.Module, plan: Plan, seed: int, device: torch.device) -> None:
         self.seed, self.step, self.evaluations = seed, 0, 0
         self.storage = {v.label: plan.leaves[v.name] for v in plan.capture.of_kind("parameter")}
-        """How each parameter is stored, by its name in the model, tied ones by the first of their names."""
+        """The layout in which each parameter is stored, by its name in the model, or by the first of its names."""
         self._module, self._plan, self._device = module, plan, device
         # Cached by the constant, which is held, so that no other has its identity: it never changes. Those that may are
         # looked up by their places.

@@ -66,8 +66,11 @@ def problem_with_mean(model: nn.Module, loss_of: LossOf, batch: Any) -> str | No
 
 
 def problem_with_state(model: nn.Module, loss_after: LossAfter, batch: Any, place: str) -> str | None:
-    """Return what is wrong with what steps leave in Python, at ``place`` among others, where ranks have parts of a
-    batch: a later step computes with it, and it is not the same for all parts. None where nothing is."""
+    """Return what is wrong with the state that steps leave in Python, None where nothing is.
+
+    It is wrong where a later step computes with it and it is not the same for all parts of a batch, which ranks have.
+    ``place`` is one of the places where it stands.
+    """
     samples = count_samples(batch)
     if samples < 2:
         return None
@@ -125,8 +128,10 @@ def _apart_by_roundings(model: nn.Module, loss_of: LossOf, batch: Any) -> float:
 
 @contextmanager
 def _another_rounding_away(seed: int) -> Iterator[None]:
-    """Inside, each number that an operator computes of others is what it would be, or one rounding nearer to nothing:
-    what is a share stays one."""
+    """Move results of operators by one rounding towards zero, at random, inside this context.
+
+    Towards zero, because a share (at most 1) then stays one.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def moved(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -30,8 +30,10 @@ _taking: WeakKeyDictionary[torch.optim.Optimizer, list[dict[str, Any]]] = WeakKe
 
 
 def take_fused_kernels(optimizer: torch.optim.Optimizer) -> None:
-    """Let the step that begins take fused kernels for each group that leaves open how its steps are made, where that
-    gives the same. First steps, in which the states are made, are left as they are."""
+    """Let the step that begins take fused kernels for each group where that gives the same.
+
+    The group must leave open how its steps are made. First steps, in which the states are made, are left as they are.
+    """
     leave_fused_kernels(optimizer)
     _taking[optimizer] = [group for group in optimizer.param_groups if _is_to_fuse(optimizer, group)]
     for group in _taking[optimizer]:
@@ -58,8 +60,10 @@ def _is_to_fuse(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> b
 
 
 def _lie_alike(parameter: Tensor, state: Mapping[str, Any], keeps: bool) -> bool:
-    """Return whether a parameter, its gradient and what is kept of it have their numbers in one order; ``keeps``:
-    something is to be there."""
+    """Return whether a parameter, its gradient and its states have their numbers in one order.
+
+    With ``keeps``, there must be states.
+    """
     if not parameter.is_cpu or parameter.dtype not in _DTYPES:
         return False
     kept = [value for name, value in state.items() if name != "step" and value is not None]

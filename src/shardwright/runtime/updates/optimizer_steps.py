@@ -41,6 +41,7 @@ _made = [MadeSteps()]  # of this process
 
 
 def made_steps() -> MadeSteps:
+    """Return the counts of steps and loads in this process so far."""
     return _made[0]
 
 

@@ -46,8 +46,7 @@ def note_successor(parameter: Tensor, successor: nn.Parameter) -> None:
 
 
 def note_trained(parameters: Iterable[nn.Parameter]) -> None:
-    """Let optimizers make their steps of these, the parameters of a parallel model as they are stored, as fast as they
-    can."""
+    """Let optimizers update these parameters, as a parallel model stores them, as fast as they can."""
     watch_optimizers()
     for parameter in parameters:
         _trained[parameter] = True

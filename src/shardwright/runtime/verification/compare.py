@@ -1,5 +1,4 @@
-"""The measure of a verification: two states of a model side by side, the largest deviation of each kind, and how they
-print."""
+"""The measure of a verification: the largest deviations between two states of a model, by kind."""
 
 from __future__ import annotations
 
@@ -39,6 +38,7 @@ def gradients_of(module: nn.Module) -> Tensors:
 
 
 def parameters_of(module: nn.Module) -> Tensors:
+    """Return the parameters of a module by name, each as a whole tensor."""
     return {name: gathered(parameter) for name, parameter in module.named_parameters()}
 
 
@@ -169,6 +169,7 @@ class Verification:
 
 
 def counted(number: int, noun: str) -> str:
+    """Return a number with a noun, which is in the plural unless the number is 1."""
     return f"{number} {noun}" + "s" * (number != 1)
 
 

@@ -155,4 +155,5 @@ def _assign(kind: str, function: Callable[..., Any], name: str, value: Any) -> N
 
 
 def name_of(loop: Loop) -> str:
+    """Return the name of a loop, or that of its class."""
     return getattr(loop, "__name__", type(loop).__name__)
