@@ -88,8 +88,9 @@ class Callback:
         """Called after each epoch and its validation."""
 
     def at_rest(self, run: RunView) -> None:
-        """Called after all callbacks have seen the end of a step, or of an epoch: the state of the run is whole, and
-        from a checkpoint of it the run goes on here. All ranks come by.
+        """Called after all callbacks have seen the end of a step, or of an epoch.
+
+        The state of the run is complete, and from a checkpoint of it the run goes on here. All ranks come by.
         """
 
     def on_fit_end(self, run: RunView) -> None:

@@ -246,8 +246,10 @@ def _with_labels(batch: Mapping[str, Any], labels: Any) -> dict[str, Any]:
 
 
 def _drawn_at_random(loader: Any, size: int) -> str | None:
-    """Return which tensor of a batch is another one when it is made again, if one is: each rank draws for its part of
-    a batch, which is not what one device draws for all of it."""
+    """Return the name of a tensor that differs when its batch is made again, None where none does.
+
+    Each rank draws for its part of a batch, which is not what one device draws for all of it.
+    """
     dataset = loader.dataset
     if isinstance(dataset, IterableDataset):
         return None

@@ -100,6 +100,7 @@ def groups_of(options: OptimizerOptions, parameters: Iterable[nn.Parameter]) -> 
 
 
 def make_sgd(options: Sgd, groups: Groups, lr: float) -> Optimizer:
+    """Return the SGD that the options describe."""
     return torch.optim.SGD(groups, lr=lr, momentum=options.momentum, nesterov=options.nesterov)
 
 
@@ -111,6 +112,7 @@ def sgd_problems(options: Sgd) -> list[str]:
 
 
 def make_adamw(options: AdamW, groups: Groups, lr: float) -> Optimizer:
+    """Return the AdamW that the options describe."""
     first, second = options.betas
     return torch.optim.AdamW(groups, lr=lr, betas=(first, second), eps=options.eps)
 
@@ -149,19 +151,23 @@ class Polynomial(ScheduleOptions):
 
 
 def make_constant(options: Constant, optimizer: Optimizer, length: RunLength) -> LambdaLR:
+    """Return the schedule of a rate that stays the same after the warmup."""
     return constant_schedule(optimizer, warmup_steps=length.warmup_steps)
 
 
 def make_cosine(options: Cosine, optimizer: Optimizer, length: RunLength) -> LambdaLR:
+    """Return the schedule of a rate that falls as half a cosine after the warmup."""
     return cosine_schedule(optimizer, steps=length.steps, warmup_steps=length.warmup_steps, floor=options.floor)
 
 
 def make_steps(options: StepDecay, optimizer: Optimizer, length: RunLength) -> LambdaLR:
+    """Return the schedule of a rate that falls by a factor after every so many epochs."""
     every = max(1, round(options.every_epochs * length.steps_per_epoch))
     return step_schedule(optimizer, every_steps=every, factor=options.factor, warmup_steps=length.warmup_steps)
 
 
 def make_polynomial(options: Polynomial, optimizer: Optimizer, length: RunLength) -> LambdaLR:
+    """Return the schedule of a rate that falls as a polynomial after the warmup."""
     return polynomial_schedule(
         optimizer, steps=length.steps, power=options.power, warmup_steps=length.warmup_steps, floor=options.floor
     )

@@ -64,11 +64,13 @@ class TableData(DataOptions):
 
 
 def make_mnist(options: MnistData) -> Data:
+    """Return the images of MNIST, normalised."""
     train, test = (MNIST(options.root, train=part, transform=Normalise(*_MNIST_MOMENTS)) for part in (True, False))
     return Data(train, test, mnist.CLASSES)
 
 
 def make_cifar10(options: Cifar10Data) -> Data:
+    """Return the images of CIFAR-10, normalised; those to train on are cropped and flipped as the options say."""
     normalise = Normalise(*_CIFAR10_MOMENTS)
     random: list[Transform] = [RandomCrop(cifar.SIDE, options.crop)] if options.crop else []
     random += [RandomHorizontalFlip()] if options.flip else []
@@ -77,6 +79,7 @@ def make_cifar10(options: Cifar10Data) -> Data:
 
 
 def make_random(options: RandomData) -> Data:
+    """Return random images to train on, and others to test on."""
     train, test = (
         RandomImages(count, options.shape, options.classes, seed)
         for seed, count in enumerate((options.samples, options.test_samples))
@@ -85,11 +88,13 @@ def make_random(options: RandomData) -> Data:
 
 
 def make_characters(options: CharacterData) -> Data:
+    """Return the characters of a text, in one part to train on and one to test on."""
     train, test = (CharacterText(options.path, options.sequence_length, train=part) for part in (True, False))
     return Data(train, test, len(train.vocabulary))
 
 
 def make_table(options: TableData) -> Data:
+    """Return rows of random numbers, the same to train on and to test on."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(options.samples, options.inputs, generator=generator, device="cpu")
     y = torch.randn(options.samples, options.outputs, generator=generator, device="cpu")

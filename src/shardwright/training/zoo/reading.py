@@ -136,6 +136,7 @@ def _read_plain(kind: type, raw: Any, path: str, problems: Problems, range: Rang
 
 
 def near(key: Any, known: Iterable[str], prefix: str = "") -> str:
+    """Return a hint at the known word that is most like a key, empty where none is."""
     near = difflib.get_close_matches(str(key), list(known), n=1)
     return f"; did you mean {prefix}{near[0]}?" if near else ""
 

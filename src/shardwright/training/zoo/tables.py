@@ -119,6 +119,7 @@ def make_data(options: DataOptions) -> Data:
 
 
 def make_model(options: ModelOptions, data: Data) -> nn.Module:
+    """Return the model that the options describe, for the data."""
     return MODELS.row(options).make(options, data)
 
 
@@ -144,9 +145,11 @@ def make_optimizer(options: OptimizerOptions, parameters: Iterable[nn.Parameter]
 
 
 def make_schedule(options: ScheduleOptions, optimizer: Optimizer, steps: int, steps_per_epoch: int) -> LambdaLR:
+    """Return the schedule of the learning rate that the options describe."""
     length = RunLength(steps, steps_per_epoch, warmup_steps(options, steps_per_epoch))
     return SCHEDULES.row(options).make(options, optimizer, length)
 
 
 def warmup_steps(options: ScheduleOptions, steps_per_epoch: int) -> int:
+    """Return the steps of the warmup, which the options give in steps or in epochs."""
     return options.warmup_steps or round(options.warmup_epochs * steps_per_epoch)

@@ -172,6 +172,7 @@ class GPTOptions(ModelOptions):
 
 
 def make_gpt(options: GPTOptions, data: Data) -> GPT:
+    """Return the GPT that the options describe, for the sequences of the data."""
     return GPT(
         options.vocabulary or data.classes,
         options.width,

@@ -63,6 +63,7 @@ class PerceptronOptions(ModelOptions):
 
 
 def make_perceptron(options: PerceptronOptions, data: Data) -> Perceptron:
+    """Return the perceptron that the options describe, for the samples and targets of the data."""
     outputs = options.num_classes or data.classes or data.target_shape.numel()
     return Perceptron(data.sample_shape.numel(), options.hidden, outputs)
 
@@ -81,6 +82,7 @@ class TwoMatmulsOptions(ModelOptions):
 
 
 def make_two_matmuls(options: TwoMatmulsOptions, data: Data) -> TwoMatmuls:
+    """Return a `TwoMatmuls` for the sizes of the samples and targets of the data."""
     return TwoMatmuls(data.sample_shape.numel(), data.target_shape.numel())
 
 

@@ -153,10 +153,12 @@ class ResNetOptions(ModelOptions):
 
 
 def make_resnet18(options: ResNetOptions, data: Data) -> ResNet:
+    """Return a ResNet-18 for the classes of the data, or for as many as the options say."""
     return resnet18(options.num_classes or data.classes, options.stem, options.width, options.zero_init)
 
 
 def make_resnet50(options: ResNetOptions, data: Data) -> ResNet:
+    """Return a ResNet-50 for the classes of the data, or for as many as the options say."""
     return resnet50(options.num_classes or data.classes, options.stem, options.width, options.zero_init)
 
 
