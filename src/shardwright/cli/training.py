@@ -69,7 +69,6 @@ def train(config: str, overrides: tuple[str, ...], ranks: str | None) -> None:
     shardwright train -n 8 --config cifar10_resnet50.yaml               on 8 processes
     shardwright launch -n 8 train --config FILE.yaml                    the same; also torchrun and mpirun
     """
-
     from shardwright.launch.hosts.environment import read_environment
 
     try:
