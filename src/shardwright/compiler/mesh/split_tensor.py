@@ -83,7 +83,12 @@ class SplitTensor(DTensor):
     @property
     def grad(self) -> Any:
         """The gradient, a split tensor."""
-        return _GRADIENT.__get__(self)
+        found = _GRADIENT.__get__(self)
+        if type(found) is not DTensor:
+            return found
+        own = split_tensor(found)  # torch 2.11 makes one of its own class where it copies a gradient
+        _GRADIENT.__set__(self, own)
+        return own
 
     @grad.setter
     def grad(self, gradient: Any) -> None:
@@ -143,8 +148,8 @@ def _are_alike(tensors: list[Tensor]) -> bool:
     layout = first.shape, first.device_mesh, first.placements
     return not any(placed.is_partial() for placed in first.placements) and all(
         (tensor.shape, tensor.device_mesh, tensor.placements) == layout
-        if isinstance(tensor, SplitTensor)
-        else not isinstance(tensor, DTensor) and tensor.ndim == 0
+        if isinstance(tensor, DTensor)
+        else tensor.ndim == 0
         for tensor in tensors
     )
 
@@ -156,7 +161,7 @@ def _entry_by_entry(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, A
     def part(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
             return [part(each) for each in value]
-        if not isinstance(value, SplitTensor):
+        if not isinstance(value, DTensor):
             return value
         found = torch_private.part_of(value)
         given[id(found)] = value
