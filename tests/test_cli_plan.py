@@ -141,6 +141,18 @@ def test_a_plan_keeps_within_the_memory_of_a_device(monkeypatch, capsys):
     assert "memory is 'much'; expected how many bytes each device may hold" in error
 
 
+def test_a_plan_takes_what_a_reserve_leaves_of_a_device(monkeypatch, capsys):
+    code, shown, _ = shardwright(
+        monkeypatch, capsys, "plan", "net.py:build", "--mesh", "dp=4", "--hardware", "h100", "--memory", "auto"
+    )
+    assert code == 0
+    assert "of 80.6 GB that it may hold" in shown
+    assert "memory: of the 84.9 GB of a device a plan may hold 80.6 GB; kept free are 1.5 GB for CUDA's" in shown
+    code, _, error = shardwright(monkeypatch, capsys, "plan", "net.py:build", "--mesh", "dp=4", "--memory", "auto")
+    assert code == 2
+    assert "the hardware profile cpu_host_shm names no memory of a device; type how many bytes" in error
+
+
 def test_a_model_larger_than_any_memory_is_planned(monkeypatch, capsys):
     write("net.py", WIDE)
     arguments = ["plan", "net.py:build", "--mesh", "dp=2,tp=4", "--search", "propagation", "--hardware", "h100"]

@@ -40,7 +40,7 @@ class _PlanCommand(click.Command):
     "--hardware", default="cpu", show_default=True, metavar="NAME|FILE.json",
     help="Prices whose: cpu, v100, a100, h100, h200, or a profile that `shardwright bench --save-profile` wrote.",
 )  # fmt: skip
-@click.option("--memory", metavar="80GiB", help="How much each device may hold; the plan keeps within.")
+@click.option("--memory", metavar="80GiB", help="How much each device may hold, or auto.")
 @click.option(
     "--recompute", multiple=True, metavar="PATTERN", help="Modules with activation checkpointing: 'blocks.*'."
 )

@@ -23,6 +23,7 @@ from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.hardware import Hardware, read_hardware
 from shardwright.compiler.plan.pricing.memory import ADAMW, OptimizerStates, states_of
+from shardwright.compiler.plan.pricing.reserve import AUTO
 from shardwright.compiler.plan.request import Inputs, PlanRequest, inputs_problem, read_memory, read_patterns
 from shardwright.compiler.plan.searches import MODES, SEARCHES, MindSporeMode, Mode, SearchName, mode_called
 from shardwright.compiler.rules.register import registered_rules
@@ -37,6 +38,7 @@ from shardwright.runtime.compiled.needs import compile_problem
 from shardwright.runtime.eager_parallel import parallelize_eagerly
 from shardwright.runtime.graphs.captures import Captures
 from shardwright.runtime.graphs.dynamic import Dynamic, dynamic_problem, labels_and_shapes
+from shardwright.runtime.limits import automatic_limit, memory_problem
 from shardwright.runtime.model import ParallelModel
 from shardwright.runtime.placing.initialising import Init, init_problem
 from shardwright.runtime.programs.batches import problem_with_sample
@@ -110,7 +112,8 @@ def parallelize(
             ``shardwright bench --save-profile`` wrote, or its value; read on rank 0 alone, which plans for all. By
             default the shipped profile of the device.
         memory: how many bytes each device may hold, as "80GiB": the plan is the cheapest one found that keeps within,
-            with parameters, gradients, the optimizer's states and what the backward needs counted.
+            with parameters, gradients, the optimizer's states and what the backward needs counted. "auto" is what a GPU
+            has but for a reserve, which is printed: for CUDA's context, NCCL, workspaces and fragmentation.
         optimizer: what will update the parameters, for the states that it keeps: a name as "adamw", a class of
             torch.optim, or an optimizer with its settings.
         recompute: patterns of module paths, as "blocks.*": the backward computes these modules again, in place of
@@ -153,11 +156,12 @@ def parallelize(
         called = mode_called(mode)
         dumps = SaveGraphs.wanted(save_graphs, os.environ)
         known = read_hardware(hardware, world.backend) if hardware is not None and world.rank == 0 else None
-        limit = read_memory(memory) if memory is not None else None
+        limit = read_memory(memory) if memory not in (None, AUTO) else None
         states, patterns = states_of(optimizer), read_patterns(recompute)
     except UsageError as error:
         problem = problem or str(error)
     problem = problem or problem_with_sample(sample_batch) or init_problem(init)
+    problem = problem or memory_problem(memory, world.device)
     problem = problem or precision_problem(precision, reduce_dtype)
     problem = problem or compile_problem(compile, world.device.type) or checks_problem(checks)
     lazy = [name for name, p in model.named_parameters() if is_lazy(p)]
@@ -168,7 +172,12 @@ def parallelize(
         )
     shapes = {n: f"{list(p.shape)} {p.dtype}" for n, p in model.named_parameters() if not is_lazy(p)}
     options = {"mode": called, "search": search, "mesh": str(mesh), "gradients": gradients, "batch": batch}
-    options |= {"dynamic": str(dynamic), "memory": str(limit), "optimizer": str(states), "recompute": str(patterns)}
+    options |= {
+        "dynamic": str(dynamic),
+        "memory": AUTO if memory == AUTO else str(limit),
+        "optimizer": str(states),
+        "recompute": str(patterns),
+    }
     options |= {"compile": str(compile), "checks": checks, "precision": precision, "reduce_dtype": str(reduce_dtype)}
     agree(
         "parallelize",
@@ -179,6 +188,8 @@ def parallelize(
     )
     devices = mesh_for(mesh, world.size)
     priced = hardware_of(world, known)
+    if memory == AUTO:
+        limit = automatic_limit(world, priced)
     request = PlanRequest(devices, called, search, inputs, priced, memory=limit, optimizer=states, recompute=patterns)
     loss_fn = within(precision, world.device, loss_fn)
     predict_fn = predict_fn and within(precision, world.device, predict_fn)

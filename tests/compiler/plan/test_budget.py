@@ -6,7 +6,7 @@ import itertools
 import math
 import random
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,6 +21,7 @@ from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.plan import make, mesh_search
 from shardwright.compiler.plan.baselines import BASELINES
+from shardwright.compiler.plan.device_memory import DeviceMemory
 from shardwright.compiler.plan.mesh_search import _first_within
 from shardwright.compiler.plan.pricing.cost import Seconds
 from shardwright.compiler.plan.pricing.graph import RuledGraph
@@ -209,7 +210,7 @@ def test_before_a_refusal_a_price_is_tried_at_which_more_counts_and_less_is_held
     options = {"memory": 180_000, "hardware": shipped("h100")}
     plan = plan_of(model, mse, batch, Mesh.of(d=2), "auto", **options)
     assert plan.held.total <= plan.memory
-    with pytest.raises(OverBudget, match=rf"{in_bytes(plan.held.total)} in all, of") as over:
+    with pytest.raises(OverBudget, match=rf"{in_bytes(plan.held.total)} in all, 1 B too much: ") as over:
         plan_of(model, mse, batch, Mesh.of(d=2), "auto", **options | {"memory": plan.held.total - 1})
     assert over.value.least_bytes == plan.held.total
 
@@ -244,12 +245,51 @@ def test_a_budget_that_nothing_keeps_says_what_the_floor_is(mesh, options):
     said = rf"^no plan was found under which a device holds {in_bytes(request.memory)} or less: on the mesh .*, mode "
     kinds = r"[\d.]+ kB of parameters, [\d.]+ kB of gradients, [\d.]+ kB of states of adamw, [\d.]+ kB of activations"
     assert re.match(said + ".* the one that holds least holds " + kinds, text)
-    assert f"{in_bytes(least)} in all, of {in_bytes(request.memory)} that it may hold; type memory='" in text
+    assert least > request.memory
+    assert f"{in_bytes(least)} in all, {in_bytes(least - request.memory)} too much: " in text
+    assert "; type memory='" in text
     if not options:
         assert least <= min(make(RuledGraph.of(captured), request).held.total for make in BASELINES.values())
     enough = read_memory(re.search(r"memory='(.*?)' \(--memory", text)[1])
     assert least <= enough < 1.01 * least
     assert make.make_plan(captured, replace(request, memory=enough)).held.total <= enough
+
+
+def holding(**kinds):
+    """What a device holds, of which all but these kinds are empty."""
+    return DeviceMemory(**{field.name: kinds.get(field.name, 0) for field in fields(DeviceMemory)})
+
+
+@pytest.mark.parametrize(
+    ("held", "said"),
+    [
+        (holding(parameters=50, gradients=40, optimizer=20, activations=1),
+         "parameters, gradients, optimizer states, buffers and inputs alone are 110 B"),
+        (holding(parameters=50, inputs=20, activations=40, communication=9),
+         "what the backward needs is 40 B, and parameters, gradients, optimizer states, buffers and inputs leave 30 B"),
+        (holding(parameters=50, activations=10, recomputed=10, communication=40),
+         "buffers of collectives are 40 B, and all else leaves 30 B for them"),
+    ],
+)  # fmt: skip
+def test_a_refusal_says_which_part_does_not_fit(held, said):
+    assert said in mesh_search._part_too_large(held, 100)
+
+
+@pytest.mark.parametrize("mode", ["auto", "data"])
+def test_a_refusal_names_more_than_the_limit_whatever_the_limit_is(mode):
+    """At limits from what parameters alone take to all that is held."""
+    captured = captured_step(*wide(), {})
+    request = PlanRequest(Mesh.of(d=2), mode)
+    most, refused = make.make_plan(captured, request).held.total, {}
+    for limit in range(most // 4, most, most // 12):
+        try:
+            assert make.make_plan(captured, replace(request, memory=limit)).held.total <= limit
+        except OverBudget as over:
+            refused[limit] = over
+    assert refused
+    for limit, over in refused.items():
+        assert over.least_bytes > limit or "and there is none: however they are split" in str(over)
+        assert " in all, of " not in str(over)
 
 
 def test_what_no_plan_can_hold_is_refused_before_a_search(monkeypatch):

@@ -45,6 +45,18 @@ def test_ranks_differ_in_their_rank_alone(launching):
     assert "TORCHELASTIC_USE_AGENT_STORE" not in one
     assert one["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
     assert one["GLOO_SOCKET_IFNAME"] == "lo"
+    assert one["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+@pytest.mark.parametrize("by_option", [False, True])
+def test_options_of_the_allocator_that_a_user_has_set_stand_alone(launching, name, by_option):
+    """By either of their names: where both are set, torch reads one of them."""
+    script = launching.write("train.py", REPORT)
+    options, given = (["-x", f"{name}=max_split_size_mb:64"], {}) if by_option else ([], {name: "max_split_size_mb:64"})
+    assert launching.run("-n", "1", *options, script, env=launching.light_torch() | given).code == 0
+    (zero,) = environments(launching, 1)
+    assert {key: value for key, value in zero.items() if "ALLOC_CONF" in key} == {name: "max_split_size_mb:64"}
 
 
 def test_variables_and_devices_from_the_command_line(launching):

@@ -42,6 +42,19 @@ def measure_device(device: torch.device) -> DeviceSpeeds:
     return DeviceSpeeds(flops, bandwidth, launch_s, _at_once(device, dict(flops)["float32"], bandwidth))
 
 
+def memory_of(device: torch.device) -> tuple[int, int]:
+    """Return the bytes of the smallest GPU, and the most that is taken of one beside torch's allocator; 0 for CPUs.
+
+    All ranks call this together, once collectives have run: CUDA's context and the buffers of NCCL are there then.
+    """
+    if device.type != "cuda":
+        return 0, 0
+    free, total = torch.cuda.mem_get_info(device)
+    outside = total - free - torch.cuda.memory_reserved(device)
+    totals, outsides = zip(*from_all_ranks((total, outside)), strict=True)
+    return min(totals), max(outsides)
+
+
 def timed_s(run: Callable[[], object], device: torch.device) -> float:
     """Return the seconds of ``run()`` on this rank, from a moment that all ranks have reached."""
     synchronize(device)

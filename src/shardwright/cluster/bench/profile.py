@@ -27,7 +27,7 @@ from datetime import date
 import torch
 from torch import Tensor
 
-from shardwright.cluster.bench.device import measure_device, timed_s
+from shardwright.cluster.bench.device import measure_device, memory_of, timed_s
 from shardwright.cluster.bench.overheads import measure_overheads
 from shardwright.cluster.bench.profile_fit import fit
 from shardwright.cluster.bench.roofline import processor
@@ -121,6 +121,7 @@ def measure_hardware(
         LinkCost(link.where, link.kind, link.ranks, fit(link.points), link.points, link.per_host) for link in measured
     )
     around = measure_overheads(world, speeds)
+    memory_bytes, outside_bytes = memory_of(world.device)
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else processor()
     hosts = len(set(world.hosts))
     return Hardware(
@@ -135,6 +136,8 @@ def measure_hardware(
         updates=around.updates,
         split_s=around.split_s,
         around_s=around.around_s,
+        memory_bytes=memory_bytes,
+        outside_bytes=outside_bytes,
         links=links,
         ranks_per_host=None if hosts == 1 else world.local_size,
         sources=tuple(_sources(world, hosts, measured, max(sizes))),

@@ -16,6 +16,7 @@ from functools import cache, cached_property, partial
 from shardwright.common.words import in_bytes, typed_bytes
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.plan.decisions import Transfer
+from shardwright.compiler.plan.device_memory import DeviceMemory
 from shardwright.compiler.plan.plan import Plan, plan_of
 from shardwright.compiler.plan.prices import gathered_again, repeated_costs
 from shardwright.compiler.plan.pricing.cost import Objective
@@ -28,7 +29,7 @@ from shardwright.compiler.plan.search.recursive import recursive
 from shardwright.compiler.plan.search.search import PreparedSearch, least_cost, search
 from shardwright.compiler.plan.searches import SEARCHES, Search
 from shardwright.compiler.plan.spaces import in_parts, space_of, tensor_space
-from shardwright.compiler.plan.text import holds
+from shardwright.compiler.plan.text import held_by_kind
 from shardwright.errors import PlanError
 
 LAST = 8  # plans whose decisions may be asked about again
@@ -219,12 +220,27 @@ def _first_within(limit: int, held: Callable[[int], int], sizes: Sequence[int]) 
 
 def _too_much(plan: Plan) -> str:
     """Return the refusal of a plan that holds too much, where none that was found holds less."""
-    enough = typed_bytes(plan.held.total)
+    enough, limit = typed_bytes(plan.held.total), plan.memory or 0
     return (
-        f"no plan was found under which a device holds {in_bytes(plan.memory or 0)} or less: on the mesh {plan.mesh}, "
-        f"mode {plan.mode}, the one that holds least holds {holds(plan, plan.held)}; type memory='{enough}' "
+        f"no plan was found under which a device holds {in_bytes(limit)} or less: on the mesh {plan.mesh}, "
+        f"mode {plan.mode}, the one that holds least holds {held_by_kind(plan, plan.held)}, "
+        f"{in_bytes(plan.held.total - limit)} too much: {_part_too_large(plan.held, limit)}; type memory='{enough}' "
         f"(--memory {enough}) or more, more devices, a smaller batch, or an optimizer that keeps less"
     )
+
+
+def _part_too_large(held: DeviceMemory, limit: int) -> str:
+    """Return which part of what is held does not fit beside those before it."""
+    fixed = held.parameters + held.gradients + held.optimizer + held.buffers + held.inputs
+    if fixed > limit:
+        return f"parameters, gradients, optimizer states, buffers and inputs alone are {in_bytes(fixed)}"
+    if fixed + held.activations + held.recomputed > limit:
+        return (
+            f"what the backward needs is {in_bytes(held.activations + held.recomputed)}, and parameters, gradients, "
+            f"optimizer states, buffers and inputs leave {in_bytes(limit - fixed)} for it"
+        )
+    left = limit - fixed - held.activations - held.recomputed
+    return f"buffers of collectives are {in_bytes(held.communication)}, and all else leaves {in_bytes(left)} for them"
 
 
 # A gap of such a share is none. On more than few axes propagation, which takes as long as the search, is not asked:

@@ -104,7 +104,9 @@ def read_memory(given: int | str) -> int:
         unit = unit.replace("K", "k").removesuffix("B") + "B"
         given = round(float(number) * _UNITS.get(unit, 0))
     if isinstance(given, bool) or not isinstance(given, int) or given <= 0:
-        raise UsageError(f"memory is {given!r}; expected how many bytes each device may hold, as '80GiB' or '512MB'")
+        raise UsageError(
+            f"memory is {given!r}; expected how many bytes each device may hold, as '80GiB' or '512MB', or 'auto'"
+        )
     return given
 
 

@@ -93,12 +93,16 @@ def plan_text(plan: Decisions) -> str:
 
 
 def holds(plan: Decisions, held: DeviceMemory) -> str:
+    """The bytes that each device holds, by kind, and how many it may hold."""
+    return held_by_kind(plan, held) + (f", of {in_bytes(plan.memory)} that it may hold" if plan.memory else "")
+
+
+def held_by_kind(plan: Decisions, held: DeviceMemory) -> str:
     """The bytes that each device holds, by kind; kinds that take none are left out."""
     named = {"optimizer": f"states of {plan.optimizer.name}", "activations": "activations for the backward"}
     named["recomputed"] = "recomputed activations"
     shown = [f"{in_bytes(size)} of {named.get(kind, kind)}" for kind, size in held.kinds() if size]
-    limit = f", of {in_bytes(plan.memory)} that it may hold" if plan.memory else ""
-    return f"{', '.join(shown)}: {in_bytes(held.total)} in all{limit}"
+    return f"{', '.join(shown)}: {in_bytes(held.total)} in all"
 
 
 def computed_again(plan: Decisions) -> Iterator[str]:

@@ -230,12 +230,24 @@ def rank_variables(
     }  # fmt: skip
 
 
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""The names of the options of torch's allocator, of which the others are older."""
+
+
 def default_environment(cpus: int, local_ranks: int) -> dict[str, str]:
     """Return the variables that ranks have where nobody sets them."""
     return {
         "OMP_NUM_THREADS": str(max(1, cpus // local_ranks)),
         "PYTHONUNBUFFERED": "1",  # a line is in the log when it was printed, even if the rank is killed after it
+        # Segments of a GPU's memory grow, in place of new ones beside them: what lies idle between tensors is small.
+        ALLOCATOR_VARIABLES[0]: "expandable_segments:True",
     }
+
+
+def where_unset(defaults: Mapping[str, str], chosen: Collection[str]) -> dict[str, str]:
+    """Return the defaults of which nobody has chosen another, by whichever of its names."""
+    taken = {*chosen, *(ALLOCATOR_VARIABLES if {*chosen} & {*ALLOCATOR_VARIABLES} else ())}
+    return {name: value for name, value in defaults.items() if name not in taken}
 
 
 def inherited_environment(environment: Mapping[str, str]) -> dict[str, str]:

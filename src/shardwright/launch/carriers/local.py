@@ -23,6 +23,7 @@ from shardwright.launch.carriers.connection import (
     default_environment,
     inherited_environment,
     rank_variables,
+    where_unset,
 )
 from shardwright.launch.host.processes import descendants, kill_all, marked
 from shardwright.launch.host.protocol import EVENTS, Event, Start
@@ -126,4 +127,5 @@ def common_environment(options: LaunchOptions, run_id: str) -> dict[str, str]:
     # Without an interface gloo looks up the host's own name, which can hang.
     interface = {"GLOO_SOCKET_IFNAME": "lo"} if os.path.exists("/sys/class/net/lo") else {}
     defaults = default_environment(len(os.sched_getaffinity(0)), options.ranks) | interface
-    return defaults | inherited_environment(os.environ) | options.environment | {JOB_VARIABLE: run_id}
+    chosen = inherited_environment(os.environ) | options.environment
+    return where_unset(defaults, chosen) | chosen | {JOB_VARIABLE: run_id}

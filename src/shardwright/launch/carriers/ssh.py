@@ -37,6 +37,7 @@ from shardwright.launch.carriers.connection import (
     default_environment,
     inherited_environment,
     rank_variables,
+    where_unset,
 )
 from shardwright.launch.carriers.packed import BOOT, pack, sources
 from shardwright.launch.host.agent_protocol import Answer, Check, Checked, Hello, Reach, Reached
@@ -351,7 +352,7 @@ class SshCarrier(Carrier):
         if connection.host.devices and hello.gpus:
             defaults["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, connection.host.devices))
         chosen = self._environment_on(connection)
-        return {name: value for name, value in defaults.items() if name not in chosen}
+        return where_unset(defaults, chosen)
 
     def _rank_variables(self, index: int, run_id: str, scratch: str) -> dict[int, dict[str, str]]:
         assert self.placement is not None

@@ -8,7 +8,7 @@ import sys
 from dataclasses import replace
 
 from shardwright.errors import UsageError
-from shardwright.launch.carriers.connection import default_environment
+from shardwright.launch.carriers.connection import ALLOCATOR_VARIABLES, default_environment, where_unset
 from shardwright.launch.carriers.torchrun import PORT, placement_of
 from shardwright.launch.manifests.unserved import for_all_hosts, left_out
 from shardwright.launch.options.carrier_facts import MPIRUN, check_mca, mpirun_command
@@ -36,8 +36,9 @@ def script(request: LaunchRequest) -> tuple[str, list[str]]:
     python = for_all_hosts("--python", request.where.python, _STARTER) or sys.executable
     wdir = for_all_hosts("--wdir", request.where.wdir, _STARTER) or os.getcwd()
     hosts, ranks, most, first = _placed(options)
-    variables = default_environment(len(os.sched_getaffinity(0)), most)
-    variables = {name: os.environ.get(name, value) for name, value in variables.items()}
+    defaults = default_environment(len(os.sched_getaffinity(0)), most)
+    chosen = {name: os.environ[name] for name in (*defaults, *ALLOCATOR_VARIABLES) if name in os.environ}
+    variables = where_unset(defaults, chosen | options.environment) | chosen
     variables |= options.environment | read_backend(request.backend, MPIRUN)
     variables |= {"MASTER_ADDR": first, "MASTER_PORT": str(request.port or PORT)}
     start = mpirun_command("mpirun", ranks, request.mca, root=os.geteuid() == 0, hosts=hosts)

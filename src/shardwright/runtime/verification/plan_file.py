@@ -18,6 +18,7 @@ from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.graph import RuledGraph
 from shardwright.compiler.plan.pricing.hardware import Hardware, read_hardware
 from shardwright.compiler.plan.pricing.memory import states_of
+from shardwright.compiler.plan.pricing.reserve import AUTO, reserve_of
 from shardwright.compiler.plan.request import PlanRequest, read_memory, read_patterns
 from shardwright.compiler.plan.searches import MindSporeMode, Mode, SearchName, mode_called
 from shardwright.compiler.report.plans.comparison import comparison, in_numbers, with_known_plans
@@ -117,7 +118,7 @@ def plan_file(
         hosts: on how many the devices stand, neighbours side by side; as ``hardware`` says where None.
         hardware: whose prices: the name of a shipped profile, or the path of one.
         load: a saved plan, in place of a search.
-        memory: how many bytes each device may hold, as "80GiB".
+        memory: how many bytes each device may hold, as "80GiB"; "auto" is what a `Reserve` leaves of it.
         optimizer: the name of the one that will update the parameters.
         recompute: patterns of the paths of modules that the backward is to compute again.
         progress: called with the name of each stage as it begins.
@@ -126,13 +127,17 @@ def plan_file(
         UsageError: where the file, the function or an argument does not fit.
         CaptureError, StrategyError, PlanError: as `sw.parallelize` does.
     """
-    states, limit = states_of(optimizer), read_memory(memory) if memory is not None else None
+    states, limit = states_of(optimizer), None if memory in (None, AUTO) else read_memory(memory)
     build = BuildFunction.parse(target).load()
     chosen = None if load else _mesh(devices, mesh)
     # Read before what takes long; which profile "cpu" is, only the number of devices says.
     prices = hardware if hardware == "cpu" else read_hardware(hardware)
+    kept_free = None
     if chosen is not None:
         known = _on_hosts(prices, hosts, chosen.size)
+        if memory == AUTO:
+            kept_free = reserve_of(known)
+            limit = kept_free.limit_bytes
     stages = _Stages(progress)
     built, notes = stages.timed("building", lambda: _build_without_storage(build))
     graph = stages.timed(
@@ -150,6 +155,8 @@ def plan_file(
         _refuse_other_size(plan, load or "", devices, mesh)
         known = _on_hosts(prices, hosts, plan.mesh.size)
         request = PlanRequest(plan.named, inputs=inputs, hardware=known, optimizer=plan.optimizer)
+    if kept_free is not None:
+        notes = (*notes, f"memory: {kept_free}")
     return PlannedFile(plan, request, notes, stages.seconds)
 
 

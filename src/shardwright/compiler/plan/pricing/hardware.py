@@ -84,6 +84,8 @@ class Hardware:
         updates: what the steps of optimizers take; where there are none, an optimizer goes through memory once.
         split_s: seconds of a step that a parameter takes more where it is stored in parts.
         around_s: seconds of a step beside its operators, collectives and parameters.
+        memory_bytes: what torch finds on the device; 0 where that is not known.
+        outside_bytes: of it for CUDA's context, the buffers of NCCL and libraries; 0 where nobody has measured it.
         sources: where the figures come from.
     """
 
@@ -101,6 +103,8 @@ class Hardware:
     updates: tuple[Updating, ...] = ()
     split_s: float = 0.0
     around_s: float = 0.0
+    memory_bytes: int = 0
+    outside_bytes: int = 0
 
     @cached_property
     def buckets(self) -> Buckets:
@@ -244,6 +248,8 @@ class _ProfileFile:
     updates: tuple[Updating, ...] = ()
     split_s: float = 0.0
     around_s: float = 0.0
+    memory_bytes: int = 0
+    outside_bytes: int = 0
 
 
 def _of_file(found: _ProfileFile) -> Hardware:
@@ -264,7 +270,7 @@ def _of_file(found: _ProfileFile) -> Hardware:
 def _refuse_figures(found: _ProfileFile) -> None:
     above = {"memory_bandwidth": found.memory_bandwidth, "launch_s": found.launch_s, **found.flops}
     above |= {f"updates[{i}].bandwidth": update.bandwidth for i, update in enumerate(found.updates)}
-    from_none = {"split_s": found.split_s, "around_s": found.around_s}
+    from_none = {name: getattr(found, name) for name in ("split_s", "around_s", "memory_bytes", "outside_bytes")}
     from_none |= {f"updates[{i}].per_entry": update.per_entry for i, update in enumerate(found.updates)}
     from_none |= {f"updates[{i}].parameter_s": update.parameter_s for i, update in enumerate(found.updates)}
     parts = {"at_once": found.at_once, "hides_gradients": found.hides_gradients}
