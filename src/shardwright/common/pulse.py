@@ -11,6 +11,9 @@ rank then asks the device how far it has come (`shardwright.distributed.followin
 collective at the front of the queue. Asked by its supervisor, it also leaves here what torch has recorded of its
 collectives.
 
+Which collectives the last steps have begun is kept, too: ranks that began others than the rest have left one out, or
+called one in another's place, which on GPUs only shows much later.
+
 Without ``--stall-timeout`` nobody reads, and a rank writes into memory of its own. What a rank tells of its steps for
 people, loss and seconds, goes another way (`step_lines`).
 """
@@ -23,8 +26,9 @@ import os
 import signal
 import struct
 import time
+import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -38,7 +42,7 @@ PULSE_VARIABLE = "SHARDWRIGHT_PULSE"
 # Ignored unless somebody handles it, and hardly anybody does: it tells of out-of-band data on sockets.
 STACK_SIGNAL = signal.SIGURG
 
-_LAYOUT = 2
+_LAYOUT = 3
 _OPERATION_BYTES = 32
 _SITE_BYTES = 256
 _LISTENER = struct.Struct("<II")  # the layout, and the pid that writes its stacks at the signal
@@ -56,7 +60,11 @@ _ASKED = struct.Struct("<Q")  # how often the supervisor has asked for what was 
 _ASKED_AT = _DEVICE_AT + _DEVICE.size
 _ANSWER = struct.Struct("<QI")  # the last of these questions that was answered, and the length of the answer
 _ANSWER_AT = _ASKED_AT + _ASKED.size
-_USED_BYTES = _ANSWER_AT + _ANSWER.size
+# Of the last two steps that are over: its number, how many collectives it has begun, a checksum of which; 0 for none.
+_CALLS = struct.Struct("<QQQQQQ")
+_CALLS_AT = _ANSWER_AT + _ANSWER.size
+_USED_BYTES = _CALLS_AT + _CALLS.size
+_MOST_CALLS = 1 << 14  # of a step that are kept
 _RECORDED_AT = 4096
 _STACKS_AT = 1 << 16
 
@@ -78,6 +86,26 @@ class _Queued:
         self.end: Mark | None = None  # as long as the program is still asking
 
 
+@dataclass(frozen=True)
+class StepCalls:
+    """The collectives that a step has begun: how many, and the last of them with what each was for."""
+
+    step: int
+    count: int
+    operations: Sequence[tuple[bytes, bytes]]
+
+    @property
+    def checksum(self) -> int:
+        """Return a number that other operations, or these in another order, would nearly never give."""
+        return zlib.crc32(b",".join(operation for operation, _ in self.operations))
+
+    def words(self, number: int) -> str:
+        """Return the operation of that number, counted from 0, and what it was for; "nothing" behind the last one."""
+        if number >= self.count:
+            return "nothing"
+        return _named(*self.operations[number - self.count])
+
+
 class Pulse:
     """The pulse of one rank, written seldom enough for a lock to be left out.
 
@@ -85,8 +113,8 @@ class Pulse:
     """
 
     __slots__ = (
-        "_beats", "_collectives", "_entered_s", "_inside", "_mark", "_memory", "_numbered", "_queue", "_site", "_steps",
-        "around", "steps", "watched",
+        "_beats", "_calls", "_collectives", "_entered_s", "_inside", "_mark", "_memory", "_numbered", "_queue", "_site",
+        "_spoiled", "_steps", "_told_calls", "around", "calls", "steps", "watched",
     )  # fmt: skip
 
     def __init__(self, memory: bytearray | mmap.mmap, watched: bool, steps: Steps) -> None:
@@ -101,6 +129,10 @@ class Pulse:
         self._mark: Callable[[], Mark] | None = None
         self._queue: deque[_Queued] = deque()
         self._site = NOWHERE
+        self._calls: deque[tuple[bytes, bytes]] = deque(maxlen=_MOST_CALLS)
+        self._told_calls, self._spoiled = self._collectives, False
+        self.calls: StepCalls | None = None
+        """The collectives of the last step that is over; None where that ended with an error here, or there is none."""
 
     def beat(self) -> None:
         """Note a sign of life."""
@@ -109,6 +141,8 @@ class Pulse:
 
     def begin_step(self, number: int | None = None) -> None:
         """Begin a step; without a number the next one, unless somebody else has given steps their numbers."""
+        if number is not None or not self._numbered:
+            self._end_calls()
         if number is not None:
             self._numbered, self._steps = True, number
             self.steps.begin(number)
@@ -117,6 +151,20 @@ class Pulse:
             self.steps.begin(self._steps)
         self._beats += 1
         _COUNTS.pack_into(self._memory, _COUNTS_AT, self._beats, self._steps, self._collectives)
+
+    def spoil(self) -> None:
+        """Note that the step has ended with an error on this rank: its collectives need not be those of others."""
+        self._spoiled = True
+
+    def _end_calls(self) -> None:
+        """Keep which collectives the step has begun that is over."""
+        count, self._told_calls = self._collectives - self._told_calls, self._collectives
+        self.calls = None if self._spoiled or not self._steps else StepCalls(self._steps, count, self._calls)
+        self._calls, self._spoiled = deque(maxlen=_MOST_CALLS), False
+        if self.watched:
+            before = _CALLS.unpack_from(self._memory, _CALLS_AT)[:3]
+            now = (0, 0, 0) if self.calls is None else (self._steps, count, self.calls.checksum)
+            _CALLS.pack_into(self._memory, _CALLS_AT, *now, *before)
 
     def set_steps(self, steps: int) -> None:
         """Set how many steps were begun before, in a run that goes on."""
@@ -133,10 +181,12 @@ class Pulse:
         """Note that this rank enters a collective, which ``begins`` or is waited for; with b"" that it leaves it."""
         self._beats += 1
         if operation:
-            self._collectives += begins
+            if begins:
+                self._collectives += 1
+                self._calls.append((operation, self._site))
             self._entered_s = time.perf_counter()
             if self.around is not None:
-                self._inside = self.around(self._named(operation))
+                self._inside = self.around(_named(operation, self._site))
                 self._inside.__enter__()
             if self._mark is not None:
                 self._queue.append(_Queued(operation, self._site, self._steps, self._mark()))
@@ -152,10 +202,6 @@ class Pulse:
                 self._queue[-1].end = self._mark()
                 return
         _STATE.pack_into(self._memory, _COUNTS_AT, self._beats, self._steps, self._collectives, operation)
-
-    def _named(self, operation: bytes) -> str:
-        words = _text(_SITE.unpack(self._site)[1])
-        return f"{operation.decode()} for {words}" if words else operation.decode()
 
     @contextmanager
     def inside(self, operation: bytes) -> Iterator[None]:
@@ -219,6 +265,12 @@ def site(text: str, position: int) -> bytes:
 NOWHERE = site("", 0)
 
 
+def _named(operation: bytes, where: bytes) -> str:
+    """Return a collective and what it is for in words."""
+    words = _text(_SITE.unpack(where)[1])
+    return f"{operation.decode()} for {words}" if words else operation.decode()
+
+
 def own_pulse() -> Pulse:
     """Return the pulse of this process; from now on it answers `STACK_SIGNAL` with its stacks."""
     return open_pulse(variable_of_this_rank(PULSE_VARIABLE))
@@ -271,7 +323,8 @@ class PulseReading:
     ``listener`` is the pid that answers with its stacks, 0 for nobody; ``operation`` is the collective that the rank is
     in, empty outside of any; ``site`` says for what its last one was, and ``position`` how far in its step that is. Of
     collectives on a device ``queued`` have been begun and not ended, where somebody asks it (else -1); ``operation`` is
-    the first of them, of step ``queued_step``; the device has come to it if ``reached``.
+    the first of them, of step ``queued_step``; the device has come to it if ``reached``. ``calls`` has the number of
+    collectives and their checksum for the last two steps that are over, by the numbers of these.
     """
 
     listener: int
@@ -284,6 +337,7 @@ class PulseReading:
     queued: int = -1
     reached: bool = True
     queued_step: int = 0
+    calls: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def step(self) -> int:
@@ -311,7 +365,9 @@ class PulseFile:
         queued, reached, step = _DEVICE.unpack_from(data, _DEVICE_AT)
         said = _text(operation), _text(words), position
         there = bool(reached) or not queued  # where nobody asks a device, a collective that was begun is what runs
-        return PulseReading(listener, beats, steps, collectives, *said, queued - 1, there, step)
+        last = _CALLS.unpack_from(data, _CALLS_AT)
+        calls = tuple(each for each in (last[:3], last[3:]) if each[0])
+        return PulseReading(listener, beats, steps, collectives, *said, queued - 1, there, step, calls)
 
     def ask(self) -> None:
         """Ask the rank for what it has recorded."""

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]  # documented, but not listed
 
+from shardwright.common.pulse import own_pulse
 from shardwright.common.threads import Thread
 from shardwright.common.torch_private import job_store
 from shardwright.distributed.backends.table import backend_moving
@@ -117,6 +118,7 @@ class Lockstep:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, Exception):
+            own_pulse().spoil()
             self._fail(error)
             self._what = ""
 
@@ -266,6 +268,7 @@ class Lockstep:
         """
         self._begun.clear()
         self._torn = self._number + 1
+        own_pulse().spoil()
         if self._store is not None:
             with suppress(Exception):
                 self._post(self._store, "its backward ended with an error")

@@ -34,6 +34,7 @@ from shardwright.runtime.checks.check import Checks, StepCheck
 from shardwright.runtime.checks.lost_changes import LostChanges
 from shardwright.runtime.checks.replicas import Replicas, summed_axes
 from shardwright.runtime.checks.same_batch import SameBatch
+from shardwright.runtime.checks.same_calls import SameCalls
 from shardwright.runtime.checks.structure import Structure
 from shardwright.runtime.compiled.compiler import Compiler
 from shardwright.runtime.freed_memory import keep_freed_memory
@@ -124,9 +125,12 @@ class Parallel(ParallelModel):
             checks=options.checks,
             failed=self._failed_in_step,
         )
+        together = self.plan.mode != "single"
+        self._same_calls = SameCalls(lockstep, self._pulse, together=together, checks=options.checks)
         self._checks: list[StepCheck] = [Structure(model), *([LostChanges()] if self._split else [])]
         """Before anything is known of a step. ``_same_batch`` compares whole batches that all ranks pass, and once all
-        have come to one program ``_replicas`` compares. After a step the program raises what the model raises."""
+        have come to one program ``_same_calls`` and ``_replicas`` compare. After a step the program raises what the
+        model raises."""
         if self._pulse.steps.told and planner.request.hardware is not None:
             from shardwright.compiler.report.plans.expected import expected  # loaded where somebody reads it
 
@@ -173,6 +177,7 @@ class Parallel(ParallelModel):
         if self._unchecked is not None:
             self._raise_failed()
         prepared, rows, inputs = self._ready(kind, batch)
+        self._same_calls.before()
         self._replicas.before(inputs)
         state, capture, device = self._state, prepared.capture, self.world.device.type
         try:

@@ -127,8 +127,9 @@ def parallelize(
         compile: let torch.compile make code of the operators between collectives, with the same numbers as without up
             to rounding; a line says how long that took. It is done at the first step of each shape of a batch, and kept
             for later runs.
-        checks: "usual" compares what ranks hold alike, and whole batches that all pass, in the first steps and then in
-            one of a hundred; "full" in each step, to find in development which step parts them.
+        checks: "usual" compares what ranks hold alike, whole batches that all pass, and which collectives they have
+            begun, in the first steps and then in one of a hundred; "full" in each step, to find in development which
+            step parts them.
         precision: what steps compute in, with the parameters as they are: "bf16" or "fp16" call ``loss_fn`` and
             ``predict_fn`` within autocast of the device, "float32" without any; by default as it is around the call.
             Losses in "fp16" need a scaler (``torch.amp.GradScaler``), which `Trainer` brings.

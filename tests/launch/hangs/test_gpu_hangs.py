@@ -98,6 +98,50 @@ def test_the_rank_whose_gpu_never_came_is_blamed(rank):
     )
 
 
+def after(*steps):
+    """A rank whose GPU is in the first collective of the next step, after steps of these collectives."""
+    file, device = PulseFile(), Device()
+    pulse = open_pulse.__wrapped__(file.path)
+    pulse.follow(device.mark)
+    for operations in (*steps, [b"all_reduce"]):
+        pulse.begin_step()
+        for operation in operations:
+            pulse.at(site("linear", 1))
+            with pulse.inside(operation):
+                pass
+    device.done = device.marks - 1
+    pulse.look()
+    return file
+
+
+SAME, OTHER, FEWER = [b"all_gather", b"all_reduce"], [b"all_reduce", b"all_gather"], [b"all_gather"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said", "blamed"),
+    [
+        ([[SAME, SAME]] * 3, "", ()),
+        ([[SAME, SAME], [SAME, FEWER], [SAME, SAME]],
+         "; rank 1 began other collectives in step 2 than the rest: 1 of them, and the rest 2", (1,)),
+        ([[SAME, SAME], [SAME, SAME], [OTHER, FEWER]],
+         "; rank 2 began other collectives in step 1 than the rest: 2 of them, and the rest 2", (2,)),
+        ([[SAME, SAME], [SAME, FEWER]],
+         "; in step 2 ranks did not begin the same collectives: rank 0 2, rank 1 1", ()),
+        # Of step 1, which some have forgotten, nothing can be said; nor of a rank that has no step behind it.
+        ([[SAME, SAME], [OTHER, SAME, SAME], [SAME, SAME]], "", ()),
+        ([[SAME, SAME], [OTHER, SAME], []], "", ()),
+    ],
+)  # fmt: skip
+def test_who_began_other_collectives_than_the_rest_is_named_where_all_gpus_wait(ranks, said, blamed):
+    found = Hang(tuple(seen(after(*steps), number) for number, steps in enumerate(ranks)), 30.0)
+    verdict, odd = found.verdict()
+    assert verdict.endswith(said) if said else "collectives in step" not in verdict
+    if said:
+        assert odd == blamed
+    if ranks[0] == ranks[-1]:
+        assert "collectives that step 2 began: 2, with checksum " in report_text(found)
+
+
 def test_a_gpu_that_waits_for_what_was_begun_before_is_in_that(rank):
     file, device, pulse = rank
     device.done = 6

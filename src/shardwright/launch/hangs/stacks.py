@@ -86,6 +86,8 @@ class Observation:
     def from_message(cls, message: Mapping[str, Any]) -> Observation:
         stacks = tuple(tuple(Frame(**frame) for frame in stack) for stack in message["stacks"])
         pulse = None if message["pulse"] is None else PulseReading(**message["pulse"])
+        if pulse is not None:
+            pulse = replace(pulse, calls=tuple((step, count, checksum) for step, count, checksum in pulse.calls))
         lists = {name: tuple(message[name]) for name in ("below", "recorded")}
         return cls(**{**message, "stacks": stacks, "pulse": pulse, **lists})
 

@@ -77,6 +77,8 @@ def _described(seen: Observation) -> list[str]:
     if (pulse := seen.pulse) is not None and pulse.beats:
         last = f", the last one for {pulse.site}" if pulse.site else ""
         lines.append(f"steps begun: {pulse.steps}, collectives of shardwright's: {pulse.collectives}{last}")
+    for step, count, checksum in pulse.calls if pulse is not None else ():
+        lines.append(f"collectives that step {step} began: {count}, with checksum {checksum:08x}")
     if pulse is not None and pulse.queued > 0:
         lines.append(f"collectives that its GPU was asked for and has not ended: {pulse.queued}")
     if seen.recorded:

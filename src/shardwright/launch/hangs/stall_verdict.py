@@ -8,6 +8,7 @@ line that belongs to the script.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -159,7 +160,36 @@ class Hang:
         return f" on {names.pop()}" if len(names) == 1 and "" not in names else ""
 
     def verdict(self) -> tuple[str, Ranks]:
-        """Return one line, and the ranks that it blames, if any.
+        """Return one line, and the ranks that it blames, if any: where they are, and who began other collectives."""
+        text, blamed = self._by_places()
+        other, apart = self.other_calls()
+        return (f"{text}; {other}" if other else text), blamed or apart
+
+    def other_calls(self) -> tuple[str, Ranks]:
+        """Return what is said of ranks that began other collectives in a step than most, and these; else nothing.
+
+        It is the first step in which they did of those that all ranks remember.
+        """
+        pulses = {rank: self._pulse(rank) for rank in self.places}
+        of_ranks = {rank: {step: told for step, *told in pulse.calls} for rank, pulse in pulses.items() if pulse}
+        if len(of_ranks) < max(2, len(pulses)):
+            return "", ()
+        for step in sorted(set.intersection(*(set(told) for told in of_ranks.values()))):
+            told = {rank: (known[step][0], known[step][1]) for rank, known in of_ranks.items()}
+            (most, having), *others = Counter(told.values()).most_common()
+            if not others:
+                continue
+            if having == others[0][1]:
+                each = (f"{describe_ranks(_having(told, what))} {what[0]}" for what in dict.fromkeys(told.values()))
+                return f"in step {step} ranks did not begin the same collectives: {', '.join(each)}", ()
+            odd = tuple(rank for rank, each in told.items() if each != most)
+            counts = ", ".join(str(count) for count in sorted({told[rank][0] for rank in odd}))
+            began = f"{describe_ranks(odd)}{self.on_host(odd)} began other collectives in step {step} than the rest"
+            return f"{began}: {counts} of them, and the rest {most[0]}", odd
+        return "", ()
+
+    def _by_places(self) -> tuple[str, Ranks]:
+        """Return a line of where ranks are, and the ranks that it blames, if any.
 
         The first of these that is so: a rank is stopped, or hangs in the kernel; has returned while others wait; is
         elsewhere while others wait; all wait, but not in the same; or some have begun fewer collectives.
@@ -249,6 +279,10 @@ class Hang:
     def _where(self, ranks: Ranks) -> str:
         texts = {self.places[rank].text for rank in ranks}
         return texts.pop() if len(texts) == 1 else f"in {len(texts)} places"
+
+
+def _having(told: Mapping[int, tuple[int, int]], what: tuple[int, int]) -> Ranks:
+    return tuple(rank for rank, each in told.items() if each == what)
 
 
 def _wait(ranks: Ranks) -> str:

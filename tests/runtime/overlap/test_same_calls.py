@@ -1,0 +1,73 @@
+"""A collective that a rank leaves out is named although no call waits for it, as NCCL's do not."""
+
+import pytest
+import torch
+from torch import nn
+
+import shardwright as sw
+from ranks import run_ranks
+from shardwright.common.pulse import StepCalls, site
+from shardwright.compiler.mesh.processes import ProcessCommunicator
+from shardwright.errors import UsageError
+from shardwright.runtime.checks.same_calls import _refusal
+
+
+def mean_square(model, batch):
+    return model(batch).square().mean()
+
+
+def call(parallel, batch):
+    """The loss, or what is said in its place."""
+    try:
+        return parallel(batch), ""
+    except UsageError as error:
+        return None, str(error)
+
+
+def calls_with_one_left_out(left_out, first_call):
+    """What is said of four calls, where rank 1 makes no backward of the second.
+
+    Data moves nowhere: a collective returns at once, as where a GPU is asked for it, and nobody waits for its end.
+    What ranks tell each other in the memory of the host goes its way.
+    """
+    ProcessCommunicator._channel = lambda self, axes, tensor: None
+    rank = sw.init("gloo").rank
+    torch.manual_seed(0)
+    batch = torch.randn(4, 3)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+    parallel = sw.parallelize(model, mean_square, batch, "data", batch="global")
+    parallel._same_calls._turns.seen = first_call - 1
+    found = []
+    for number in range(4):
+        loss, said = call(parallel, batch)
+        if loss is not None and not (left_out and rank == 1 and number == 1):
+            loss.backward()
+        found.append(said)
+    return found
+
+
+@pytest.mark.parametrize("first_call", [1, 98])
+def test_a_backward_that_one_rank_leaves_out_is_named_in_the_next_call_that_compares(first_call):
+    for said in run_ranks(2, calls_with_one_left_out, True, first_call):
+        assert said[:2] == ["", ""]
+        assert said[2].startswith(
+            "ranks did not begin the same collectives in the step before this one: rank 0 began 2 and rank 1 1, and "
+            "the first that differ are all_reduce on rank 0 and nothing on rank 1; every rank must make the same calls"
+        )
+        assert said[3] == ""
+
+
+def test_ranks_that_make_the_same_calls_hear_nothing():
+    assert run_ranks(2, calls_with_one_left_out, False, 98) == [[""] * 4] * 2
+
+
+def test_the_first_collective_that_differs_is_named():
+    def of(*operations, count=None):
+        told = [(operation.encode(), site(f"layer {i}", 1)) for i, operation in enumerate(operations)]
+        return StepCalls(7, count or len(operations), told)
+
+    assert "differ are all_gather for layer 1 on rank 0 and all_reduce for layer 1 on rank 2;" in _refusal(
+        0, 2, [of("all_gather", "all_gather"), None, of("all_gather", "all_reduce")]
+    )
+    many = of("all_reduce", count=9), of("all_reduce", count=8)  # of which the last alone are kept
+    assert "differ are all_reduce for layer 0 on rank 0 and nothing on rank 1;" in _refusal(0, 1, [*many])
