@@ -82,6 +82,7 @@ class Lockstep:
         self._passed = self._together = 0  # the last call of which this rank knows what it came to; and where all came
         self._ended = threading.Event()
         self._aside: threading.Thread | None = None
+        self._warned = 0  # the last call of which it was told that another rank comes no more
         self._broken = False  # whether others know already why no further call comes
         self._told: Callable[[], object] = lambda: None  # what was raised, of which the others know; not its frames
 
@@ -228,6 +229,26 @@ class Lockstep:
                 if self._together < asked <= self._passed:  # all others came to something else, as this one did not
                     mine = json.dumps([json.loads(store.get(f"{asked}/first")), asdict(self._card(""))])
                     store.compare_set(f"{asked}/unlike", "", mine)
+                self._tell_who_comes_no_more(store, self._number)
+
+    def _tell_who_comes_no_more(self, store: Store, number: int) -> None:
+        """Write to stderr, once for a call, that another rank makes none any more.
+
+        On GPUs nothing can be raised where the program waits for what is never done.
+        """
+        key = f"{number}/first"
+        if number in (0, self._warned) or self._passed != number or not store.check([key]):
+            return
+        card = _Card(**json.loads(store.get(key)))
+        if card.last and card.rank != self._rank:
+            self._warned = number
+            how = f"failed in it: {card.words}" if card.failed else card.words
+            print(
+                f"shardwright: rank {self._rank} is in call {number} of the model, and rank {card.rank} {how}; what "
+                "this rank waits for will not come: all ranks must make the same calls, as often as each other",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def lost(self, error: Exception) -> None:
         """Raise what `same` raises, where ``error`` says that the connection to others is lost."""
