@@ -7,6 +7,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
 from shardwright.cli import main
 from shardwright.errors import UsageError
@@ -306,3 +307,73 @@ def test_the_page_about_verify_tells_the_truth(monkeypatch, capsys):
         done = verify_command(*command[1:])
         assert done.returncode == 0, done.stdout + done.stderr
         assert done.stdout.startswith(says)
+
+
+HALF = """
+    import torch
+    from torch import nn
+    from torch.nn import functional as F
+
+    def made(within):
+        def build():
+            def loss_fn(model, batch):
+                if within is None:
+                    return F.cross_entropy(model(batch[0]), batch[1])
+                with within():
+                    return F.cross_entropy(model(batch[0]), batch[1])
+
+            model = nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024))
+            return model, loss_fn, (torch.zeros(4096, 1024), torch.zeros(4096, dtype=torch.long))
+
+        return build
+
+    none = made(None)
+    cpu = made(lambda: torch.autocast("cpu", torch.bfloat16))
+    cuda = made(lambda: torch.autocast("cuda", torch.bfloat16))
+    usual = made(lambda: torch.autocast(device_type="cuda"))
+"""
+
+
+def test_a_plan_for_gpus_is_made_in_the_precision_of_the_step(monkeypatch, capsys):
+    write("half.py", HALF)
+
+    def head(build, *more, hardware="h100"):
+        on = ("--devices", "4", "--mode", "data", "--hardware", hardware)
+        code, shown, errors = shardwright(monkeypatch, capsys, "plan", f"half.py:{build}", *on, *more)
+        assert (code, errors) == (0, "")
+        return shown.splitlines()[1:3], "captured on a CPU" in shown
+
+    full, half = head("none"), head("cpu")
+    assert full[0][0].startswith("a step on h100 in float32 takes ")
+    assert full[0][1].startswith("in bfloat16 this plan takes about ")
+    assert full[0][1].endswith(": type --precision bf16")
+    assert half[0][0].startswith("a step on h100 in bfloat16 takes ")
+    assert half[0][1].startswith("each device sends ")
+    for found in (head("cuda"), head("none", "--precision", "bf16")):
+        assert found[0] == half[0]
+    if not torch.cuda.is_available():
+        assert [full[1], head("cuda")[1]] == [False, True]
+    assert head("usual")[0][0].startswith("a step on h100 in float16 takes ")
+    assert head("none", "--precision", "fp16")[0] == head("usual")[0]
+    assert head("none", "--precision", "float32")[0] == full[0]
+    on_cpus = head("none", hardware="cpu")[0]
+    assert " in float32 takes " in on_cpus[0]
+    assert on_cpus[1].startswith("each device sends ")
+    assert " in bfloat16 takes " in head("none", "--precision", "bf16", hardware="cpu")[0][0]
+
+
+def test_a_plan_in_half_precision_is_saved_and_loaded(monkeypatch, capsys):
+    write("half.py", HALF)
+    given = ("--hardware", "h100", "--precision", "bf16", "--json")
+    on = ("--devices", "4", "--mode", "data", "--save", "half.json")
+    saved = json.loads(shardwright(monkeypatch, capsys, "plan", "half.py:none", *given, *on)[1])
+    loaded = json.loads(shardwright(monkeypatch, capsys, "plan", "half.py:none", *given, "--load", "half.json")[1])
+    assert (saved["dtype"], saved["bf16_step_s"]) == ("bfloat16", None)
+    assert saved["step_s"] == loaded["step_s"]
+    full = ("plan", "half.py:none", "--hardware", "h100", "--load", "half.json")
+    code, _, error = shardwright(monkeypatch, capsys, *full)
+    assert code == 2
+    assert "plan again" in error
+    code, _, error = shardwright(monkeypatch, capsys, *full, "--precision", "half")
+    assert code == 2
+    assert "'half' is not one of 'float32', 'bf16', 'fp16'" in error

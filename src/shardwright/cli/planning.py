@@ -40,6 +40,10 @@ class _PlanCommand(click.Command):
     "--hardware", default="cpu", show_default=True, metavar="NAME|FILE.json",
     help="Prices whose: cpu, v100, a100, h100, h200, or a profile that `shardwright bench --save-profile` wrote.",
 )  # fmt: skip
+@click.option(
+    "--precision", type=click.Choice(["float32", "bf16", "fp16"]),
+    help="What a step computes in, by autocast; without it as the loss function says.",
+)  # fmt: skip
 @click.option("--memory", metavar="80GiB", help="How much each device may hold, or auto.")
 @click.option(
     "--recompute", multiple=True, metavar="PATTERN", help="Modules with activation checkpointing: 'blocks.*'."

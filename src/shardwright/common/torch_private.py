@@ -112,6 +112,10 @@ PATCHES: Mapping[str, Patch] = {
         "torch.distributed.distributed_c10d", ("_process_group_name",), "a group is made by its members alone",
         "torch's name has the number of groups of this process, by which members wait for each other for ever",
     ),
+    "autocast": Patch(
+        "torch.amp.autocast_mode:autocast", ("__init__",), "a plan for GPUs is made on a machine without one",
+        "it turns itself off where there is no GPU; torch.cuda.amp.autocast and decorators inherit this",
+    ),
     "zero_grad": Patch(
         "torch.optim:Optimizer", ("zero_grad",), "gradients of accumulate() are kept unreduced",
         "what a script drops must be dropped there, too; zero_grad has no hooks",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from shardwright.compiler.capture.step import captured_step
+from shardwright.compiler.capture.tracing.gpu_autocast import NOTE, autocast_without_gpu
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.plan.make import make_plan
 from shardwright.compiler.plan.plan import Plan
@@ -26,6 +28,7 @@ from shardwright.compiler.report.plans.html import PlanDocument, document_of
 from shardwright.compiler.report.plans.summary import plan_summary
 from shardwright.compiler.report.plans.text_page import plan_page
 from shardwright.distributed.backends.table import usual_backend
+from shardwright.distributed.precision import Precision, within
 from shardwright.errors import ShardwrightError, UsageError
 from shardwright.runtime.verification.build import BuildFunction, BuiltModel
 
@@ -108,6 +111,7 @@ def plan_file(
     memory: str | None = None,
     optimizer: str = "adamw",
     recompute: Sequence[str] = (),
+    precision: Precision | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> PlannedFile:
     """Plan the model that ``FILE.py:build`` makes, or hold a saved plan against it.
@@ -121,6 +125,7 @@ def plan_file(
         memory: how many bytes each device may hold, as "80GiB"; "auto" is what a `Reserve` leaves of it.
         optimizer: the name of the one that will update the parameters.
         recompute: patterns of the paths of modules that the backward is to compute again.
+        precision: what a step computes in, by autocast; by default as the loss function itself says.
         progress: called with the name of each stage as it begins.
 
     Raises:
@@ -139,11 +144,7 @@ def plan_file(
             kept_free = reserve_of(known)
             limit = kept_free.limit_bytes
     stages = _Stages(progress)
-    built, notes = stages.timed("building", lambda: _build_without_storage(build))
-    graph = stages.timed(
-        "capturing",
-        lambda: RuledGraph.of(captured_step(built.model, built.loss_fn, built.batches[0], built.pins)),
-    )
+    graph, notes = _captured(build, precision, prices, stages)
     if chosen is not None:
         patterns = read_patterns(recompute)
         request = PlanRequest(
@@ -158,6 +159,23 @@ def plan_file(
     if kept_free is not None:
         notes = (*notes, f"memory: {kept_free}")
     return PlannedFile(plan, request, notes, stages.seconds)
+
+
+def _captured(
+    build: Callable[[], BuiltModel], precision: Precision | None, prices: Hardware | str, stages: _Stages
+) -> tuple[RuledGraph, tuple[str, ...]]:
+    """Return the graph of a step on the device that the prices are of, and what is to be said of how it came to be."""
+    device, on_gpus = None, isinstance(prices, Hardware) and prices.device_type == "cuda"
+    if on_gpus and torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+    with autocast_without_gpu() if on_gpus and device is None else nullcontext(lambda: False) as autocast:
+        built, notes = stages.timed("building", lambda: _build_without_storage(build))
+        loss_fn = within(precision, device or torch.device("cuda" if on_gpus else "cpu"), built.loss_fn)
+        graph = stages.timed(
+            "capturing",
+            lambda: RuledGraph.of(captured_step(built.model, loss_fn, built.batches[0], built.pins, device=device)),
+        )
+        return graph, (*notes, *([NOTE] if autocast() else []))
 
 
 class _Stages:

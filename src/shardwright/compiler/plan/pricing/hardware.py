@@ -25,7 +25,7 @@ from shardwright.common.system_errors import in_words
 from shardwright.common.whole_file import write_whole
 from shardwright.compiler.mesh.redistribute import CollectiveKind
 from shardwright.compiler.plan.pricing.links import Curve, LinkCost, LinkKind, LinkTime, Segment, link_time
-from shardwright.distributed.backends.table import BACKENDS, Buckets, backend_called, usual_backend
+from shardwright.distributed.backends.table import BACKENDS, NCCL, Buckets, backend_called, usual_backend
 from shardwright.errors import UsageError
 
 _NAMES = {
@@ -105,6 +105,12 @@ class Hardware:
     around_s: float = 0.0
     memory_bytes: int = 0
     outside_bytes: int = 0
+
+    @property
+    def device_type(self) -> str:
+        """Return what torch calls such devices: "cuda" for GPUs, as the name of the device or the backend tells."""
+        gpu = self.device.startswith(("NVIDIA", "Tesla", "AMD Instinct")) or self.backend == NCCL.name
+        return "cuda" if gpu else "cpu"
 
     @cached_property
     def buckets(self) -> Buckets:

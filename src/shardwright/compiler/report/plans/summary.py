@@ -6,9 +6,11 @@ backward, and bytes are of one device.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import torch
 
 from shardwright.compiler.capture.ir import Node, Value
 from shardwright.compiler.lower.liveness import peak_of
@@ -16,7 +18,7 @@ from shardwright.compiler.lower.lower import lower
 from shardwright.compiler.plan.decisions import Decisions
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.prices import Communication, Prices
-from shardwright.compiler.plan.pricing.cost import BACKWARD
+from shardwright.compiler.plan.pricing.cost import BACKWARD, work_of
 from shardwright.compiler.plan.pricing.hardware import Hardware
 from shardwright.compiler.plan.text import joined, search_of, template
 
@@ -83,7 +85,9 @@ class PlanSummary:
     devices: int
     mesh: dict[str, int]
     hardware: str
+    dtype: str  # in which most is multiplied
     step_s: float
+    bf16_step_s: float | None  # of this plan on a GPU if what is float32 were multiplied in bfloat16
     computing_s: float
     communicating_s: float
     updating_s: float
@@ -108,14 +112,16 @@ def plan_summary(plan: Plan, hardware: Hardware) -> PlanSummary:
     """The numbers of a plan on ``hardware``."""
     prices = Prices(plan, hardware)
     operators = _operators(plan, prices)
-    peak = peak_of(plan, lower(plan, 0))
+    peak, dtype = peak_of(plan, lower(plan, 0)), _dtype(plan)
     return PlanSummary(
         plan.mode,
         plan.search,
         plan.mesh.size,
         dict(plan.shown_mesh.sizes),
         hardware.name,
+        dtype,
         prices.step_s,
+        _in_bf16(plan, hardware) if dtype == "float32" else None,
         prices.computing_s,
         prices.communicating_s,
         prices.updating_s,
@@ -135,6 +141,25 @@ def plan_summary(plan: Plan, hardware: Hardware) -> PlanSummary:
         operators,
         _collectives(plan, prices),
     )
+
+
+def _dtype(plan: Decisions) -> str:
+    """Return the dtype in which most is multiplied, by the work of the operators."""
+    done: Counter[torch.dtype] = Counter()
+    for node in plan.capture.nodes:
+        work = work_of(plan.graph, node)
+        done[work.dtype] += work.flops or work.bytes
+    [(dtype, _)] = done.most_common(1) or [(torch.float32, 0)]
+    return str(dtype).removeprefix("torch.")
+
+
+def _in_bf16(plan: Decisions, hardware: Hardware) -> float | None:
+    """Return the seconds of a step on GPUs at their speed in bfloat16; what is moved is counted as it is."""
+    faster = hardware.flops_in(torch.bfloat16)
+    if hardware.device_type != "cuda" or faster <= hardware.flops_in(torch.float32):
+        return None
+    flops = tuple((name, faster if name == "float32" else speed) for name, speed in hardware.flops)
+    return Prices(plan, replace(hardware, flops=flops)).step_s
 
 
 def _certificate(plan: Decisions) -> Certificate | None:

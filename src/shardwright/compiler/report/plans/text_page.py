@@ -39,10 +39,13 @@ def _head(summary: PlanSummary) -> Iterator[str]:
     mesh = " ".join(f"{name}={size}" for name, size in summary.mesh.items())
     yield f"plan: mode {summary.mode}, search {summary.search}, mesh {mesh}, {summary.devices} devices"
     yield (
-        f"a step on {summary.hardware} takes {in_time(summary.step_s)}: {in_time(summary.computing_s)} computing, "
-        f"{in_time(summary.communicating_s)} communicating, {in_time(summary.updating_s)} updating parameters"
+        f"a step on {summary.hardware} in {summary.dtype} takes {in_time(summary.step_s)}: "
+        f"{in_time(summary.computing_s)} computing, {in_time(summary.communicating_s)} communicating, "
+        f"{in_time(summary.updating_s)} updating parameters"
         f"{around}{hidden}"
     )
+    if summary.bf16_step_s is not None:
+        yield f"in bfloat16 this plan takes about {in_time(summary.bf16_step_s)}: type --precision bf16"
     yield f"each device sends {in_bytes(summary.sent_bytes)} per step"
 
 
