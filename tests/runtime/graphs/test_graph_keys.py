@@ -1,6 +1,7 @@
 """What the graph of a step depends on is compared exactly, so that no step runs the graph of another one."""
 
 import enum
+import functools
 from collections import defaultdict
 
 import numpy as np
@@ -203,3 +204,42 @@ def test_a_step_follows_values_that_python_takes_for_equal():
     for ours, expected in found:
         assert ours == pytest.approx(expected, rel=1e-12)
     assert len({expected for _, expected in found}) == len(found)
+
+
+class Scaled:
+    """A loss function that is an object, or has a method that is one."""
+
+    def __init__(self):
+        self.scale = 1.0
+
+    def __call__(self, model, x, kept=None):
+        return model(x).float().sum() * (kept or self).scale, model(x) * self.scale
+
+    def outputs(self, model, x):
+        return model(x).float().sum() * self.scale
+
+
+def after_a_change(of):
+    """How much larger the loss is, and what is predicted, in each precision, once the scale is."""
+    sw.init()
+    found = []
+    for precision in (None, "bf16", "float32"):
+        scaled, x = Scaled(), torch.ones(2, 4)
+        loss_fn = {
+            "object": scaled,
+            "method": scaled.__call__,
+            "argument": functools.partial(Scaled.__call__, scaled, kept=scaled),
+        }[of]
+        options = {"mode": "single", "precision": precision, "predict_fn": scaled.outputs}
+        parallel = sw.parallelize(nn.Linear(4, 4), loss_fn, x, **options)
+        before = parallel(x)[0], parallel.predict(x)
+        scaled.scale = 3.0
+        after = parallel(x)[0], parallel.predict(x)
+        found += [float(new / old) for new, old in zip(after, before, strict=True)]
+    return found
+
+
+@pytest.mark.parametrize("of", ["object", "method", "argument"])
+def test_loss_functions_that_we_wrap_are_followed_as_others(of):
+    [found] = run_ranks(1, after_a_change, of)
+    assert found == pytest.approx([3.0] * 6, rel=1e-3)

@@ -37,6 +37,7 @@ def called_function(callable_: Any) -> Any:
 def closure(loss_fn: Any) -> dict[str, Any]:
     """The variables that a function closes over, by their names, and what it is bound to."""
     found: dict[str, Any] = {}
+    loss_fn = _wrapped_by_us(loss_fn)
     while isinstance(loss_fn, functools.partial):
         given = {**{f"argument {i}": value for i, value in enumerate(loss_fn.args)}, **loss_fn.keywords}
         found |= {name: value for name, value in given.items() if plain(value) is NOT_PLAIN}
@@ -50,6 +51,15 @@ def closure(loss_fn: Any) -> dict[str, Any]:
         with suppress(ValueError):  # not assigned yet
             found[name] = cell.cell_contents
     return found
+
+
+def _wrapped_by_us(loss_fn: Any) -> Any:
+    """Return the function, object or method that a wrapper of ours or torch's calls, by which users did not bind it."""
+    while inspect.isfunction(loss_fn) and hasattr(loss_fn, "__wrapped__"):
+        if sources.is_users(loss_fn.__code__.co_filename):
+            break
+        loss_fn = loss_fn.__wrapped__
+    return loss_fn
 
 
 def _kept_by(function: Any) -> dict[str, Any]:
