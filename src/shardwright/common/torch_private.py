@@ -39,6 +39,7 @@ from torch.distributed import distributed_c10d
 from torch.export import ExportedProgram
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 from torch.multiprocessing.reductions import StorageWeakRef  # in no page of torch's documentation
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 from torch.utils import _pytree  # torch has no public pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -338,6 +339,11 @@ def decided(size: torch.SymInt) -> Iterator[tuple[Any, FrameSummary | None]]:
         yield symbol <= sizes.upper, None
     for late in noted.deferred_runtime_asserts.values():
         yield from ((each.expr, None) for each in late)
+
+
+def attention_backends() -> list[SDPBackend]:
+    """The kernels of attention that are allowed now, the first ones first: public functions tell no order."""
+    return list(_cur_sdpa_kernel_backends(with_priority=True))
 
 
 @contextmanager

@@ -18,9 +18,11 @@ from torch.fx.node import map_arg
 from shardwright.common import signatures, torch_private, trees
 from shardwright.compiler.capture.ir import Capture, Names, Node, Pin, Slices, Value, ValueKind
 from shardwright.compiler.capture.pins import OPERAND_MARKER, RESULT_MARKER
+from shardwright.compiler.capture.tracing.attention import backends_of
 from shardwright.compiler.capture.tracing.functions import APPLIED, Application
 from shardwright.compiler.capture.tracing.in_place import CHANGE_PARAMETERS
 from shardwright.compiler.capture.tracing.numbers import Numbers
+from shardwright.compiler.capture.tracing.refusals import FLEX_ATTENTION
 from shardwright.compiler.capture.tracing.regions import is_without_gradient
 from shardwright.compiler.capture.tracing.sources import source_of
 from shardwright.compiler.capture.tracing.trace import Trace
@@ -154,6 +156,8 @@ class _Converter:
             if row_of(str(source.target)).broadcasts:  # type: ignore[union-attr]
                 self._pass_mark_on(source.args[0][index], node)  # type: ignore[union-attr, index, arg-type]
             return
+        if torch_private.higher_order_name(node.target) == "flex_attention":
+            raise CaptureError(FLEX_ATTENTION.format(at=f", at {source_of(node)}"))
         if not torch_private.is_operator(node.target):
             raise CaptureError(
                 f"{torch_private.higher_order_name(node.target) or node.target} is not an operator that can be "
@@ -199,7 +203,7 @@ class _Converter:
         tensors = [val for val in vals if isinstance(val, torch.Tensor)] if several else [vals]
         taken = {parameter.name for parameter in signatures.schema_parameters(op)}
         kwargs = {name: arg for name, arg in node.kwargs.items() if name in taken}  # of what is written in its place
-        results = iter(self._append(node, op, node.args, kwargs, tensors))
+        results = iter(self._append(node, op, node.args, kwargs | backends_of(node, op), tensors))
         if several:
             self.made[node.name] = [next(results) if isinstance(val, torch.Tensor) else None for val in vals]
         else:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardwright.compiler.capture.ir import Capture, Node
-from shardwright.compiler.capture.operators import resolve, takes_device
+from shardwright.compiler.capture.operators import attention_by, resolve, takes_device
 from shardwright.compiler.rules.notation import Operand
 from shardwright.compiler.rules.register import is_function
 
@@ -50,7 +50,8 @@ def call(node: Node, operands: Sequence[torch.Tensor], device: torch.device) -> 
     kwargs = {name: fill(arg) for name, arg in node.kwargs}
     if takes_device(node.op):
         kwargs["device"] = device
-    output = resolve(node.op)(*(fill(arg) for arg in node.args), **kwargs)
+    with attention_by(kwargs.pop("backends", None)):
+        output = resolve(node.op)(*(fill(arg) for arg in node.args), **kwargs)
     if isinstance(output, (tuple, list)):
         return [tensor for tensor in output if isinstance(tensor, torch.Tensor)]
     return [output]

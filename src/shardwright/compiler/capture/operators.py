@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardwright.common import signatures
 from shardwright.compiler.capture.tracing.written import ctc_losses, grouped_mm
@@ -64,6 +65,16 @@ def batch_norm_per_replica(
         x, weight, bias, running_mean, running_var, True, momentum, eps
     )
     return results
+
+
+def attention_by(backends: Sequence[str] | None) -> AbstractContextManager[None]:
+    """Have attention be computed by these kernels, the first ones first, as the captured step chose; None: by any."""
+    if backends is None:
+        return nullcontext()
+    chosen: AbstractContextManager[None] = sdpa_kernel(
+        [getattr(SDPBackend, name) for name in backends], set_priority=True
+    )
+    return chosen
 
 
 class _WrittenOver(torch.autograd.Function):

@@ -173,6 +173,9 @@ def _attention(site: Site) -> Call:
                 [*site.result_offsets()[:-1], 0],
             ),
         )
+    if "backends" in named:
+        names = ("backends", "query", "key", "value", "attn_mask", "is_causal", "scale", "enable_gqa")
+        return Call("kernels.attention_by", tuple(named[name] for name in names))
     if named["is_causal"] and queries.stop - queries.start != site.result_shape()[-2]:
         heads = (named["query"], named["key"], named["value"])
         return Call("kernels.causal_attention", (*heads, queries.start, named["scale"], named["enable_gqa"]))

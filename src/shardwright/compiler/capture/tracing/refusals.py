@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -205,12 +206,23 @@ _MISTAKES = (AttributeError, ImportError, IndexError, KeyError, NameError)
 _NO_VALUE = ("GuardOnDataDependentSymNode", "PendingUnbackedSymbolNotFound", "DataDependentOutputException")
 
 
+FLEX_ATTENTION = (
+    "flex_attention cannot be captured{at}\n"
+    "Use F.scaled_dot_product_attention with attn_mask=create_mask(mask_mod, None, None, queries, keys, "
+    "device=x.device) of torch.nn.attention.flex_attention, made in the model: a causal one becomes is_causal=True. "
+    "What a score_mod adds is an attn_mask of numbers; models of transformers take attn_implementation='sdpa'."
+)
+_FLEX_FILE = "nn/attention/flex_attention.py"
+
+
 def explained(error: Exception, failed: str) -> CaptureError:
     """The error of a capture that failed somewhere else, ``failed`` being where the first function did."""
     where = failed or sources.source_in_traceback(error.__traceback__)
     node = None if where else torch_private.executed_node(error.__traceback__)
     where = where if node is None else sources.source_of(node)
     at = f", at {where}" if where else ""
+    if any(sources.path_in_torch(each.filename) == _FLEX_FILE for each in traceback.extract_tb(error.__traceback__)):
+        return CaptureError(FLEX_ATTENTION.format(at=at))
     if isinstance(error, torch_private.DynamicOutputShapeException):
         return _unknown_shape(str(error.func), where)
     if type(error).__name__ in _NO_VALUE:

@@ -21,7 +21,7 @@ from shardwright.common import torch_private, trees
 from shardwright.compiler.capture.functional.decompositions import functional, join_names
 from shardwright.compiler.capture.functional.hidden_aliases import refuse_hidden_changes
 from shardwright.compiler.capture.functional.strided import index_strided
-from shardwright.compiler.capture.tracing import functions, refusals, regions, sources, written
+from shardwright.compiler.capture.tracing import attention, functions, refusals, regions, sources, written
 from shardwright.compiler.capture.tracing.frozen import Reading
 from shardwright.compiler.capture.tracing.gradients import GradientTaken, Replayed
 from shardwright.compiler.capture.tracing.in_place import Buffers, InPlace, refuse_detaching, refuse_setting_data
@@ -97,7 +97,7 @@ class _Annotate(TorchFunctionMode):
         refuse_setting_data(func, where)
         refuse_detaching(name, args, where)
         before = self.in_place.before(args, kwargs or {})
-        annotation = {sources.SOURCE: source, NO_GRADIENT: _without_gradient(func, kwargs or {})}
+        annotation = {sources.SOURCE: source, NO_GRADIENT: _without_gradient(func, kwargs or {}), **attention.chosen()}
         try:
             with fx_traceback.annotate(annotation), kernels_to_trace(name):
                 result = written.in_place_of(func)(*args, **(kwargs or {}))
@@ -161,7 +161,7 @@ class _Step(torch.nn.Module):
         call.reading.origins.begin(self.model, tensors)
         watched = call.reading.watch() if call.once else call.reading.looked_at()
         averages = batch_norms_call(written.averaging_batch_norm)
-        with watched, call.mode, functions.captured(), averages, refused[0], refused[1]:
+        with watched, call.mode, functions.captured(), averages, refused[0], refused[1], attention.every_backend():
             output = call.loss_fn(self.model, call.batch(tensors))
         loss, aux = _loss_and_aux(output)
         found: list[torch.Tensor] = []

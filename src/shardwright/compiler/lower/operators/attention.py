@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from shardwright.compiler.capture import operators
 from shardwright.compiler.lower.operators.draws import dropout
 
 Sizes = Sequence[int]
@@ -35,6 +36,17 @@ def causal_attention(
     return functional.scaled_dot_product_attention(
         query, key, value, attn_mask=seen, scale=scale, enable_gqa=enable_gqa
     )
+
+
+def attention_by(
+    backends: Sequence[str], query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool,
+    scale: float | None, enable_gqa: bool,
+) -> Tensor:  # fmt: skip
+    """Attention by the kernels that the captured step chose by `torch.nn.attention.sdpa_kernel`."""
+    with operators.attention_by(backends):
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        )
 
 
 def attention_with_dropout(

@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from shardwright.compiler.capture.tracing import written
+from shardwright.compiler.lower.operators.attention import attention_by as attention_by
 from shardwright.compiler.lower.operators.attention import attention_with_dropout as attention_with_dropout
 from shardwright.compiler.lower.operators.attention import causal_attention as causal_attention
 from shardwright.compiler.lower.operators.batch_norm import batch_norm as batch_norm
