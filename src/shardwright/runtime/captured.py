@@ -6,7 +6,7 @@ The first decides how parameters are stored; the plans of later shapes take the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from shardwright.compiler.capture.capture import StepKind, flatten_batch
-from shardwright.compiler.capture.ir import Capture
+from shardwright.compiler.capture.ir import Capture, Filled
 from shardwright.compiler.mesh.changed import refuse_lost_changes
 from shardwright.compiler.mesh.dtensor import gathered
 from shardwright.compiler.mesh.processes import communicator_over
 from shardwright.compiler.plan.plan import Plan
 from shardwright.data.loading.batch import Batch
-from shardwright.distributed.agreement import from_rank_zero
+from shardwright.distributed.agreement import from_all_ranks, from_rank_zero
 from shardwright.distributed.lockstep import Lockstep
 from shardwright.distributed.on_its_way import OnItsWay
 from shardwright.distributed.ranks import ranks_by_collectives
@@ -39,6 +39,7 @@ from shardwright.runtime.checks.structure import Structure
 from shardwright.runtime.compiled.compiler import Compiler
 from shardwright.runtime.freed_memory import keep_freed_memory
 from shardwright.runtime.graphs.batch_key import look_at
+from shardwright.runtime.graphs.filled import agreed, filled_of
 from shardwright.runtime.model import ParallelModel, Replay
 from shardwright.runtime.placing.initialising import Init
 from shardwright.runtime.placing.placing import place
@@ -90,7 +91,8 @@ class Parallel(ParallelModel):
         self._unchecked: Execution | None = None
         seed: int = from_rank_zero(ranks_by_collectives("drawing the seed"), torch.initial_seed)
         rows = rows_of(sample_batch, flatten_batch(sample_batch), options.batch, world.size)
-        self.plan = planner.first_plan(sample_batch, rows, plan)
+        filled = frozenset.intersection(*from_all_ranks(filled_of(flatten_batch(sample_batch))))
+        self.plan = planner.first_plan(sample_batch, rows, plan, filled)
         lockstep = Lockstep() if self.plan.mode == "single" else Lockstep.of_all_ranks()
         self._same_batch, self._sizes = SameBatch(lockstep, world.device, options.checks), SizeExchange(lockstep)
         self._communicator = communicator_over(self.plan.mesh, lockstep)
@@ -211,8 +213,18 @@ class Parallel(ParallelModel):
         rows = self._rows(batch, found, key)
         if not rows.total and any(tensor.ndim for tensor in tensors):
             raise UsageError("the batch is empty; expected at least one sample")
-        prepared = self._programs.of(Step.of(kind, batch, key, tensors, rows))
+        step = Step.of(kind, batch, key, tensors, rows)
+        prepared = self._programs.of(step._replace(filled=self._filled(batch, found, step.key)))
         return prepared, rows, prepared.inputs(tensors, rows, self._communicator)
+
+    def _filled(self, batch: Any, tensors: Sequence[Tensor], key: Hashable) -> frozenset[Filled]:
+        """Return what the batch holds of that on which its program depends; ranks with parts of their own agree."""
+        conditions = self._programs.conditions(key)
+        if conditions is not None and not conditions:
+            return frozenset()
+        mine = filled_of(tensors, conditions)
+        has_part = isinstance(batch, Batch) or self.options.batch == "local"
+        return agreed(mine, conditions, self._lockstep) if has_part and conditions is not None else mine
 
     def _rows(self, batch: Any, tensors: Sequence[Tensor], key: str) -> Rows:
         """Return which rows of the global batch this rank was given; ranks with parts of their own tell each other."""

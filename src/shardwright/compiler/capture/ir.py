@@ -20,6 +20,8 @@ from shardwright.compiler.rules.notation import Operand
 
 ValueKind = Literal["parameter", "buffer", "input", "constant", "result"]
 Slices = tuple[int, ...]
+Filled = tuple[int, int]
+"""An input, by its place among all, and the number that each of its entries is: of a mask of padding 1, or 0."""
 
 
 # What the program of a rank is written with beside its values, none of which has such a name.
@@ -119,6 +121,8 @@ class Capture:
     Python values stand that the step has read, ``outside`` where those constants stand that are no buffers, by name.
     ``aux_with_gradient`` are those of ``aux`` of which plain PyTorch would know a gradient.
     With ``checks`` the last of ``aux``, which ``aux_spec`` does not know, has a count for each that is 0 if it passes.
+    ``conditions`` say of which inputs masks of attention would follow if they were filled; the graph holds for batches
+    of which the ones in ``filled`` are.
     """
 
     values: Mapping[str, Value]
@@ -134,6 +138,8 @@ class Capture:
     outside: Mapping[str, Place] = field(default_factory=dict)
     aux_with_gradient: frozenset[str] = frozenset()
     checks: tuple[Check, ...] = ()
+    conditions: frozenset[Filled] = frozenset()
+    filled: frozenset[Filled] = frozenset()
 
     @property
     def returned(self) -> tuple[str, ...]:

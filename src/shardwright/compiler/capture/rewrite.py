@@ -8,7 +8,7 @@ ignored. float16 and bfloat16 are summed in float32, as torch's own means are.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from shardwright.compiler.capture.check import check
-from shardwright.compiler.capture.ir import Capture, Node, Value
+from shardwright.compiler.capture.ir import Capture, Filled, Node, Value
 from shardwright.compiler.capture.rewriting.masks import lookups_as_views, without_known_masks
 from shardwright.compiler.capture.rewriting.writer import Writer
 from shardwright.compiler.rules.row import chosen_dims
@@ -26,9 +26,18 @@ _NONE, _MEAN, _SUM = 0, 1, 2  # torch's numbers for reduction=
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def rewrite(capture: Capture, *, batch_norm: Literal["global", "per-replica"] = "global") -> Capture:
-    """The capture with every mean taken apart, without masks that are known, and batch normalisation as asked for."""
-    rewritten = without_known_masks(lookups_as_views(means_to_sums(capture)))
+def rewrite(
+    capture: Capture,
+    *,
+    batch_norm: Literal["global", "per-replica"] = "global",
+    filled: Collection[Filled] = (),
+) -> Capture:
+    """The capture with every mean taken apart, without masks that are known, and batch normalisation as asked for.
+
+    Args:
+        filled: inputs of which each entry is known.
+    """
+    rewritten = without_known_masks(lookups_as_views(means_to_sums(capture)), filled)
     return rewritten if batch_norm == "global" else statistics_per_replica(rewritten)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from shardwright.compiler.capture.capture import Capturing, StepKind, capture
 from shardwright.compiler.capture.casts import with_shared_casts
-from shardwright.compiler.capture.ir import Capture
+from shardwright.compiler.capture.ir import Capture, Filled
 from shardwright.compiler.capture.pins import apply_pins
 from shardwright.compiler.capture.reached import with_gradients_of_loss
 from shardwright.compiler.capture.reduced import with_reduction_dtypes
@@ -38,10 +38,14 @@ def captured_step(
     batch_norm: Literal["global", "per-replica"] = "global",
     device: torch.device | None = None,
     reduce_dtype: torch.dtype | None = None,
+    filled: Collection[Filled] = (),
 ) -> Capture:
-    """The graph of a step, rewritten and pinned. Raises as `capture` and `apply_pins` do."""
+    """The graph of a step, rewritten and pinned, for batches that are ``filled`` so.
+
+    Raises as `capture` and `apply_pins` do.
+    """
     captured = capture(model, loss_fn, batch, kind, device=device)
-    return _finished(captured, pins, batch_norm, reduce_dtype)
+    return _finished(captured, pins, batch_norm, reduce_dtype, filled)
 
 
 def _finished(
@@ -49,8 +53,9 @@ def _finished(
     pins: Mapping[str, Any],
     batch_norm: Literal["global", "per-replica"],
     reduce_dtype: torch.dtype | None,
+    filled: Collection[Filled],
 ) -> Capture:
-    pinned = apply_pins(rewrite(captured, batch_norm=batch_norm), pins)
+    pinned = apply_pins(rewrite(captured, batch_norm=batch_norm, filled=filled), pins)
     return with_reduction_dtypes(with_shared_casts(with_gradients_of_loss(pinned)), reduce_dtype)
 
 
@@ -78,6 +83,6 @@ class OpenStep:
         self._batch_norm: Literal["global", "per-replica"] = batch_norm
         self._reduce_dtype = reduce_dtype
 
-    def at(self, shapes: Sequence[Sequence[int]]) -> Capture:
-        """The graph for a batch whose tensors have these shapes. Raises as `Capturing.at` does."""
-        return _finished(self._capturing.at(shapes), self._pins, self._batch_norm, self._reduce_dtype)
+    def at(self, shapes: Sequence[Sequence[int]], filled: Collection[Filled] = ()) -> Capture:
+        """The graph for a batch of these shapes that is ``filled`` so. Raises as `Capturing.at` does."""
+        return _finished(self._capturing.at(shapes), self._pins, self._batch_norm, self._reduce_dtype, filled)

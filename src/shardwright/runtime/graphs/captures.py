@@ -20,7 +20,7 @@ from torch import nn
 
 from shardwright.common import trees
 from shardwright.compiler.capture.capture import StepKind
-from shardwright.compiler.capture.ir import Capture
+from shardwright.compiler.capture.ir import Capture, Filled
 from shardwright.compiler.capture.step import OpenStep, captured_step
 from shardwright.compiler.capture.tracing.outside.values import exactly
 from shardwright.compiler.capture.tracing.trace import LossFunction, capture_device
@@ -55,8 +55,8 @@ class _Open:
     confirmed: bool = False
 
 
-_Alone = tuple[Shapes, Capture, Remembered]
-"""A graph that was captured for batches of these shapes, and follows from no open capture."""
+_Alone = tuple[Shapes, Capture, Remembered, frozenset[Filled]]
+"""A graph that was captured for batches of these shapes that are filled so, and follows from no open capture."""
 _OTHER_GRAPH = "the graph that follows from open sizes is not the one that is captured"
 
 
@@ -115,42 +115,43 @@ class Captures:
         trained = "".join("1" if p.requires_grad else "0" for p in self.module.parameters())
         return json.dumps([kind, tensors, others, structure, autocast, str(torch.get_default_dtype()), trained])
 
-    def of(self, kind: StepKind, batch: Any) -> Capture:
-        """The graph of a step on a whole batch, whose tensors need no numbers.
+    def of(self, kind: StepKind, batch: Any, filled: frozenset[Filled] = frozenset()) -> Capture:
+        """The graph of a step on a whole batch, whose tensors need no numbers, but are known to be ``filled`` so.
 
         Raises:
             CaptureError: where the step cannot be captured.
         """
         labels, shapes = labels_and_shapes(batch)
         known = self._known.setdefault(self.key(kind, batch), _Known())
-        following = self._following(known, shapes)
+        following = self._following(known, shapes, filled)
         for of, capture in following:
             if of.confirmed:
                 return capture
         start = time.perf_counter()
         options = self.batch_norm, self.device, self.reduce_dtype
-        captured = captured_step(self.module, self.function(kind), batch, self.pins, kind, *options)
+        captured = captured_step(self.module, self.function(kind), batch, self.pins, kind, *options, filled)
         if self.dynamic:
-            self._learn(known, following, captured, kind, batch)
+            self._learn(known, following, captured, kind, batch, filled)
         if shapes not in known.shapes:  # else something else has changed
             known.shapes.append(shapes)
             _tell(known, kind, labels, time.perf_counter() - start, asked=bool(self.dynamic))
         return captured
 
-    def _following(self, known: _Known, shapes: Shapes) -> list[tuple[_Open, Capture]]:
+    def _following(self, known: _Known, shapes: Shapes, filled: frozenset[Filled]) -> list[tuple[_Open, Capture]]:
         """The graphs for these shapes that follow from open captures."""
         found = []
         for open_capture in known.open:
             if open_capture.remembered.holds():
                 try:
-                    found.append((open_capture, open_capture.step.at(shapes)))
+                    found.append((open_capture, open_capture.step.at(shapes, filled)))
                 except CaptureError as error:
                     known.reason = str(error)
         return found
 
     def _learn(
-        self, known: _Known, following: list[tuple[_Open, Capture]], captured: Capture, kind: StepKind, batch: Any
-    ) -> None:
+        self, known: _Known, following: list[tuple[_Open, Capture]], captured: Capture, kind: StepKind, batch: Any,
+        filled: frozenset[Filled],
+    ) -> None:  # fmt: skip
         """Compare what was captured with what follows; the second time that nothing does, make an open capture."""
         for of, capture in following:
             of.confirmed = _same(capture, captured)
@@ -160,7 +161,7 @@ class Captures:
         if following:
             return
         before, shapes = known.alone, labels_and_shapes(batch)[1]
-        known.alone = shapes, captured, Remembered(captured, self.module, self.function(kind))
+        known.alone = shapes, captured, Remembered(captured, self.module, self.function(kind)), filled
         if before is not None and before[2].holds():
             known.open = [of for of in known.open if of.remembered.holds()]
             if len(known.open) < MOST_OPEN:
@@ -172,17 +173,17 @@ class Captures:
     def _leave_open(self, known: _Known, before: _Alone, kind: StepKind, batch: Any) -> None:
         """Make an open capture, and compare what follows from it with the graphs of this batch and the one before."""
         assert known.alone is not None
-        shapes, captured, remembered = known.alone
+        shapes, captured, remembered, filled = known.alone
         dims = open_dims(self.dynamic, labels_and_shapes(batch)[0], [*known.shapes, shapes])
         if not any(dims):
             return
         options = self.batch_norm, dims, self.device, self.reduce_dtype
         step = OpenStep(self.module, self.function(kind), batch, self.pins, kind, *options)
-        if not _same(step.at(shapes), captured):
+        if not _same(step.at(shapes, filled), captured):
             known.reason = _OTHER_GRAPH
             return
         known.open.append(made := _Open(step, remembered))
-        made.confirmed = _same(step.at(before[0]), before[1])
+        made.confirmed = _same(step.at(before[0], before[3]), before[1])
         known.alone = None
 
 

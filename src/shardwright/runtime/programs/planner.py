@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardwright.common.trees import tree_flatten, tree_unflatten
 from shardwright.compiler.capture.capture import StepKind
-from shardwright.compiler.capture.ir import Capture
+from shardwright.compiler.capture.ir import Capture, Filled
 from shardwright.compiler.capture.tracing.trace import LossFunction
 from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.plan.make import make_plan
@@ -52,22 +52,30 @@ class Planner:
         """The loss function, called with the model and a batch."""
         return self.captures.loss_fn
 
-    def first_plan(self, batch: Any, rows: Rows, decided: Plan | str | None = None) -> Plan:
+    def first_plan(
+        self, batch: Any, rows: Rows, decided: Plan | str | None = None, filled: frozenset[Filled] = frozenset()
+    ) -> Plan:
         """The plan of a training step on the global batch of which ``batch`` is this rank's part.
 
         Args:
             decided: a plan, or the path of a saved one, in place of a search.
+            filled: what the batch is known to hold.
         """
         stored = stored_before(self.module)
 
-        def make() -> Plan:
-            capture = self._capture("training", batch, rows)
+        def make(filled: frozenset[Filled] = filled) -> Plan:
+            capture = self._capture("training", batch, rows, filled)
             if decided is None:
                 with waiting_for("planning"):
                     return remembered(RuledGraph.of(capture), self._within(stored, capture))
-            given = Plan.load(decided, RuledGraph.of(capture)) if isinstance(decided, str) else decided
-            stored.refuse(given)
-            return given if isinstance(decided, str) else given.for_capture(capture)
+            try:
+                given = Plan.load(decided, RuledGraph.of(capture)) if isinstance(decided, str) else decided
+                stored.refuse(given)
+                return given if isinstance(decided, str) else given.for_capture(capture)
+            except PlanError:
+                if not capture.filled:  # else it may be one for any batch
+                    raise
+            return make(frozenset())
 
         def made() -> Plan:
             try:
@@ -94,6 +102,7 @@ class Planner:
         batch: Any,
         rows: Rows,
         known: Sequence[Plan] = (),
+        filled: frozenset[Filled] = frozenset(),
     ) -> Plan:
         """The plan of another step of the same model, whose parameters are stored as the first plan says.
 
@@ -101,10 +110,11 @@ class Planner:
             storage: the layouts of the parameters by their names in the model.
             known: plans of such steps, the same on all ranks. Where one is of the very graph that is captured now, it
                 is what is returned.
+            filled: what the batch is known to hold.
         """
 
         def make() -> Plan | int:  # the number of a plan that all ranks have, which need not be sent
-            capture = self._captured_later(kind, batch, rows)
+            capture = self._captured_later(kind, batch, rows, filled)
             for number, plan in enumerate(known):
                 if same_step(plan.capture, capture):
                     return number
@@ -137,9 +147,9 @@ class Planner:
             memory=first.memory or self.request.memory,
         )
 
-    def _captured_later(self, kind: StepKind, batch: Any, rows: Rows) -> Capture:
+    def _captured_later(self, kind: StepKind, batch: Any, rows: Rows, filled: frozenset[Filled]) -> Capture:
         try:
-            return self._capture(kind, batch, rows)
+            return self._capture(kind, batch, rows, filled)
         except CaptureError as error:
             if kind != "predict" or self.captures.predict_fn is not None:
                 raise
@@ -148,7 +158,7 @@ class Planner:
                 "sw.parallelize(..., predict_fn=function), which is called as function(model, batch)."
             ) from error
 
-    def _capture(self, kind: StepKind, batch: Any, rows: Rows) -> Capture:
+    def _capture(self, kind: StepKind, batch: Any, rows: Rows, filled: frozenset[Filled]) -> Capture:
         """The graph for the whole of the batch of which this rank has a part."""
         leaves, spec = tree_flatten(batch)
         shapes = iter(global_shapes([leaf for _, leaf in leaves if isinstance(leaf, Tensor)], rows))
@@ -157,7 +167,7 @@ class Planner:
             for _, leaf in leaves
         ]
         with waiting_for(f"capturing {type(self.module).__name__}"):
-            return self.captures.of(kind, tree_unflatten(whole, spec))
+            return self.captures.of(kind, tree_unflatten(whole, spec), filled)
 
 
 def _internal(error: Exception) -> CaptureError:

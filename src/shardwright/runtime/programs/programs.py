@@ -14,12 +14,13 @@ from torch import Tensor
 
 from shardwright.common.trees import tree_flatten
 from shardwright.compiler.capture.capture import StepKind
-from shardwright.compiler.capture.ir import Capture
+from shardwright.compiler.capture.ir import Capture, Filled
 from shardwright.compiler.capture.tracing.trace import LossFunction
 from shardwright.compiler.lower.lower import lower
 from shardwright.compiler.mesh.collectives import Communicator
 from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.plan.plan import Plan
+from shardwright.distributed.agreement import from_all_ranks
 from shardwright.distributed.backends.table import backend_moving
 from shardwright.distributed.lockstep import Lockstep
 from shardwright.distributed.world import World
@@ -115,12 +116,16 @@ class Kept(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step of some kind on a batch; ``key`` says on what its program depends beside the model."""
+    """A step of some kind on a batch; ``key`` says on what its program depends beside the model, and how it is filled.
+
+    ``filled`` is what this rank's part of the batch is found to hold, or the whole of it, where that is ``agreed``.
+    """
 
     kind: StepKind
     batch: Any
     rows: Rows
     key: Hashable
+    filled: frozenset[Filled] = frozenset()
 
     @staticmethod
     def of(kind: StepKind, batch: Any, key: str, tensors: Sequence[Tensor], rows: Rows) -> Step:
@@ -165,23 +170,32 @@ class Programs:
         self._compiler = compiler
         self._made = 0
         self._sample: dict[str, str] = {}
-        # Cached by `Step.key`: `Captures.key` and the shapes of the global batch; of several under one key that is used
-        # whose values of Python are what they were (`Remembered`). The model is the planner's.
+        # Cached by `Step.key`, which is `Captures.key` and the shapes of the global batch, and by how the batch is
+        # filled; of several under one key that is used whose values of Python are what they were (`Remembered`). The
+        # model is the planner's.
         self._by_key: dict[Hashable, list[Kept]] = {}
+        # Cached by `Step.key`: on what of a batch's numbers its graphs have said that they depend.
+        self._conditions: dict[Hashable, frozenset[Filled]] = {}
 
     def add_first(self, sample_batch: Any, rows: Rows) -> None:
         """Make the program of the first plan."""
         self._sample = described(sample_batch)
         tensors = [leaf for _, leaf in tree_flatten(sample_batch)[0] if isinstance(leaf, Tensor)]
         key = self.keys.of("training", sample_batch, look_at(sample_batch))
-        self._prepare(Step.of("training", sample_batch, key, tensors, rows), self._first, "")
+        filled = self._first.capture.filled
+        self._prepare(Step.of("training", sample_batch, key, tensors, rows)._replace(filled=filled), self._first, "")
+
+    def conditions(self, key: Hashable) -> frozenset[Filled] | None:
+        """Return what has to be known of the numbers of batches with this `Step.key`; None where none came yet."""
+        return self._conditions.get(key)
 
     def of(self, step: Step) -> PreparedProgram:
         """The program of a step to which all ranks come; each says that it does, where it came to another before.
 
         Of several the one used last comes last: ranks forget alike those that were not used for longest.
         """
-        known = self._by_key[step.key] = self._by_key.pop(step.key, [])
+        place = self._place(step)
+        known = self._by_key[place] = self._by_key.pop(place, [])
         for kept in known:
             if kept.remembered.holds():
                 left_out = kept.prepared.execution.left_out
@@ -189,12 +203,17 @@ class Programs:
                 if known[-1] is not kept:
                     known.append(known.pop(known.index(kept)))
                 return kept.prepared
-        self._lockstep.same("another" if step.rows.agreed else str(step.key), partial(_said, step, known))
+        self._lockstep.same("another" if step.rows.agreed else str(place), partial(_said, step, known))
+        if step.key not in self._conditions:  # of which the step says all that its rank has found
+            del self._by_key[place]
+            step = step._replace(filled=frozenset.intersection(*from_all_ranks(step.filled)))
         unlike = difference(step.batch, self._sample) if step.kind != "predict" else ""
         with torch.inference_mode(False):  # whose tensors can be no part of a program
             plans = [each.prepared.plan for each in known]
             try:
-                plan = self._planner.later_plan(self._first, self._storage, step.kind, step.batch, step.rows, plans)
+                plan = self._planner.later_plan(
+                    self._first, self._storage, step.kind, step.batch, step.rows, plans, step.filled
+                )
             except ShardwrightError as error:  # on all ranks, since rank 0 has met it for all
                 if unlike:
                     with_text(error, unlike)
@@ -202,13 +221,17 @@ class Programs:
             same = next((each.prepared for each in known if each.prepared.plan is plan), None)
             return self._prepare(step, plan, unlike) if same is None else self._prepare_again(step, same)
 
+    def _place(self, step: Step) -> Hashable:
+        """Return where the programs of a step are kept."""
+        return step.key, step.filled & self._conditions.get(step.key, frozenset())
+
     def executions(self) -> list[Execution]:
         """The programs that were made so far, each with a count of its runs."""
         return list({kept.prepared.execution: None for known in self._by_key.values() for kept in known})
 
     def _prepare_again(self, step: Step, prepared: PreparedProgram) -> PreparedProgram:
         """Keep a program for values of Python, too, with which the graph is the same."""
-        remembered, known = self._remember(step, prepared.plan, prepared.function), self._by_key[step.key]
+        remembered, known = self._remember(step, prepared.plan, prepared.function), self._by_key[self._place(step)]
         of_program = [kept for kept in known if kept.prepared is prepared]
         if len(of_program) >= MOST_VALUES:
             known.remove(of_program[0])
@@ -221,7 +244,8 @@ class Programs:
         remembered = Remembered(plan.capture, self._planner.module, function)
         remembered.agree()
         self._make_room()
-        self._warn_of_many(self._by_key.setdefault(step.key, []), remembered)
+        self._conditions[step.key] = self._conditions.get(step.key, frozenset()) | plan.capture.conditions
+        self._warn_of_many(self._by_key.setdefault(self._place(step), []), remembered)
         return remembered
 
     def _prepare(self, step: Step, plan: Plan, unlike: str) -> PreparedProgram:
@@ -243,7 +267,7 @@ class Programs:
         inputs = plan.capture.of_kind("input")
         shapes, layouts = tuple(v.shape for v in inputs), tuple(plan.leaves[v.name] for v in inputs)
         prepared = PreparedProgram(plan, plan.capture, execution, function, shapes, layouts, unlike)
-        self._by_key[step.key].append(Kept(remembered, prepared, str(self._made)))
+        self._by_key[self._place(step)].append(Kept(remembered, prepared, str(self._made)))
         return prepared
 
     def _make_room(self) -> None:

@@ -134,7 +134,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # transformers is no
                 )
         with first_batch(loader) as batch:
             [batch], labels = self.get_batch_samples(iter([batch]), 1, self.args.device)
-            return _with_labels(batch, labels)
+            return _with_labels(self._prepare_inputs(batch), labels)  # on the device, as those of steps
 
     # What transformers asks its subclasses
 

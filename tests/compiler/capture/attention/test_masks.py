@@ -260,3 +260,46 @@ def test_models_of_transformers_equal_plain_pytorch(name):
         for block in model.transformer.h:
             block.attn.attn_dropout.p = 0.0
     like_plain(model, language_loss, tokens(), sizes=(3,), tolerance=1e-6)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral"])
+def test_padding_that_a_batch_does_not_have_leaves_no_mask(name):
+    torch.manual_seed(0)
+    model, batch = transformers_model(name).double().eval(), tokens(attention_mask=torch.ones(6, 12, dtype=torch.int64))
+    place = list(batch).index("attention_mask")
+    unknown = captured_step(model, language_loss, batch, {}, "fine-tuning")
+    assert kinds(unknown) == ["other"] * 2
+    assert unknown.conditions == (frozenset() if name == "mistral" else {(place, 1)})
+    known = captured_step(model, language_loss, batch, {}, "fine-tuning", filled={(0, 1), (place, 1), (place, 0)})
+    assert kinds(known) == ["other" if name == "mistral" else "causal"] * 2
+    assert (known.conditions, known.filled) == (unknown.conditions, unknown.conditions)
+    assert_equals_eager(known, model, language_loss, batch, tolerance=1e-6)
+
+
+def test_masks_that_say_what_is_hidden_hide_nothing_where_they_are_0():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).double()
+    batch = torch.randn(4, 6, 8, dtype=torch.float64), torch.zeros(4, 6, dtype=torch.bool)
+
+    def encoded(model, batch):
+        return model(batch[0], src_key_padding_mask=batch[1]).square().sum()
+
+    assert captured_step(layer, encoded, batch, {}).conditions == {(1, 0)}
+    known = captured_step(layer, encoded, batch, {}, filled={(1, 0)})
+    assert kinds(known) == ["none"]
+    assert_equals_eager(known, layer, encoded, batch)
+    assert kinds(captured_step(layer, encoded, batch, {}, filled={(1, 1)})) == ["other"]
+
+
+def test_a_mask_of_two_inputs_is_left_out_where_both_are_known():
+    class Twice(Attention):
+        def __init__(self):
+            super().__init__(lambda x, queries, rows, columns: rows[:, None, :, None].bool() & columns[:, None, None])
+
+    model = Twice().double()
+    batch = (torch.randn(3, KEYS, 8, dtype=torch.float64), *torch.ones(2, 3, KEYS, dtype=torch.bool))
+    for filled, expected in (({(1, 1)}, "other"), ({(1, 1), (2, 1)}, "none"), ({(1, 0), (2, 1)}, "other")):
+        captured = captured_step(model, loss_fn, batch, {}, filled=filled)
+        assert kinds(captured) == [expected]
+        assert captured.conditions == {(1, 1), (2, 1)}
+        assert_equals_eager(captured, model, loss_fn, batch)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -30,15 +30,15 @@ class Known:
     """The known values of a graph.
 
     Args:
-        ones: values that are taken to be 1 in every entry, or True.
+        filled: values of which every entry is taken to be this number.
     """
 
-    def __init__(self, capture: Capture, ones: Collection[str] = ()) -> None:
-        self._capture, self._ones = capture, frozenset(ones)
-        self._names = {*self._ones, *(name for name in capture.constants if name not in capture.outside)}
+    def __init__(self, capture: Capture, filled: Mapping[str, int] | None = None) -> None:
+        self._capture, self._filled = capture, filled or {}
+        self._names = {*self._filled, *(name for name in capture.constants if name not in capture.outside)}
         self._makers: dict[str, Node] = {}
         for node in capture.nodes:
-            if self._ones.isdisjoint(node.results) and self._names.issuperset(node.operands) and _is_fixed(node):
+            if self._names.issuperset(node.operands) and _is_fixed(node):
                 self._names.update(node.results)
                 self._makers.update(dict.fromkeys(node.results, node))
 
@@ -79,8 +79,8 @@ class Known:
 
     def _leaf(self, name: str) -> Tensor:
         value = self._capture.values[name]
-        if name in self._ones:
-            return torch.ones((), dtype=value.dtype, device="cpu").expand(value.shape)
+        if name in self._filled:
+            return torch.full((), self._filled[name], dtype=value.dtype, device="cpu").expand(value.shape)
         return self._capture.constants[name].cpu()
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardwright.compiler.capture.check import check
-from shardwright.compiler.capture.ir import Capture, Node, Pin
+from shardwright.compiler.capture.ir import Capture, Filled, Node, Pin
 from shardwright.compiler.capture.rewriting.known import Known, constant
 from shardwright.compiler.capture.rewriting.writer import Writer
 from shardwright.compiler.rules.notation import Operand
@@ -28,31 +28,70 @@ _LOOKUP: Column[bool] = column(("index.Tensor", True))
 _ROWS = 1 << 22  # entries of a mask that are compared at a time
 
 
-def without_known_masks(capture: Capture, ones: Collection[str] = ()) -> Capture:
+def without_known_masks(capture: Capture, filled: Collection[Filled] = ()) -> Capture:
     """Return the capture in which no attention takes a mask that hides nothing, or that is the causal one.
 
     Args:
-        ones: values that are taken to be True, or 1, in every entry, but for these masks alone.
+        filled: what is known of the inputs; the capture says which of it has decided about a mask, and what would.
     """
-    known, verdicts = Known(capture, ones), dict[tuple[str, int, int], Mask]()
-    nodes = []
-    for node in capture.nodes:
-        if ATTENTION.of(node.op):
-            nodes.append(_with_known_mask(node, capture, known, verdicts))
-        else:
-            nodes.append(node)
-    return without_unused(replace(capture, nodes=tuple(nodes)))
+    masks = _Masks(capture, frozenset(filled))
+    nodes = tuple(masks.without(node) if ATTENTION.of(node.op) else node for node in capture.nodes)
+    found = replace(capture, nodes=nodes, conditions=masks.conditions, filled=masks.conditions.intersection(filled))
+    return without_unused(found)
 
 
-def _with_known_mask(node: Node, capture: Capture, known: Known, verdicts: dict[tuple[str, int, int], Mask]) -> Node:
-    mask = mask_of(node)
-    if mask is None or not known.has(mask):
-        return node
-    queries, keys = (capture.values[name].shape[-2] for name in node.operands[:2])
-    key = mask, queries, keys
-    if key not in verdicts:
-        verdicts[key] = kind_of(known.value(mask), queries, keys)
-    return node if verdicts[key] == "other" else _without_mask(node, causal=verdicts[key] == "causal")
+class _Masks:
+    """What is known of the masks of a graph, and ``conditions`` on which it would be known of others."""
+
+    def __init__(self, capture: Capture, filled: frozenset[Filled]) -> None:
+        self._capture, self._filled = capture, filled
+        self._known = Known(capture)
+        self._places = {value.name: place for place, value in enumerate(capture.of_kind("input"))}
+        self._makers = {result: node for node in capture.nodes for result in node.results}
+        self._kinds: dict[tuple[str, int, int], Mask] = {}
+        self.conditions: frozenset[Filled] = frozenset()
+
+    def without(self, node: Node) -> Node:
+        """Return an attention without its mask where that is known."""
+        mask = mask_of(node)
+        if mask is None:
+            return node
+        queries, keys = (self._capture.values[name].shape[-2] for name in node.operands[:2])
+        key = mask, queries, keys
+        if key not in self._kinds:
+            self._kinds[key] = self._kind(*key)
+        kind = self._kinds[key]
+        return node if kind == "other" else _without_mask(node, causal=kind == "causal")
+
+    def _kind(self, mask: str, queries: int, keys: int) -> Mask:
+        if self._known.has(mask):
+            return kind_of(self._known.value(mask), queries, keys)
+        inputs = self._inputs(mask)
+        for number in (1, 0) if inputs else ():
+            known = Known(self._capture, dict.fromkeys(inputs, number))
+            kind = kind_of(known.value(mask), queries, keys) if known.has(mask) else "other"
+            if kind != "other":
+                needed = frozenset((self._places[name], number) for name in inputs)
+                self.conditions |= needed
+                return kind if needed <= self._filled else "other"
+        return "other"
+
+    def _inputs(self, mask: str) -> frozenset[str]:
+        """The inputs from which a mask follows, all of whole numbers; none where it follows from something else."""
+        found, open_names, seen = set[str](), [mask], {mask}
+        while open_names:
+            name = open_names.pop()
+            if self._known.has(name):
+                continue
+            if name in self._places and not self._capture.values[name].dtype.is_floating_point:
+                found.add(name)
+            elif name in self._makers:
+                further = [operand for operand in self._makers[name].operands if operand not in seen]
+                seen.update(further)
+                open_names += further
+            else:
+                return frozenset()
+        return frozenset(found)
 
 
 def mask_of(node: Node) -> str | None:
