@@ -82,3 +82,17 @@ def test_no_device_holds_all_scores(monkeypatch):
     with Watching() as watch:
         attention_with_dropout(x, x, x, None, 0.1, False, None, 3, scores, (0, 0, 0, 0)).sum().backward()
     assert watch.peak < math.prod(scores) * 4 / 2
+
+
+@pytest.mark.parametrize(
+    ("leading", "queries", "blocks"), [((8, 12), 256, 1), ((4, 12), 1024, 6), ((1, 12), 1024, 2), ((2, 2), 4096, 8)]
+)
+def test_small_causal_attention_on_a_gpu_is_one_block(leading, queries, blocks):
+    scores = attention._Scores(0.1, True, 1.0, 0, (*leading, queries, queries), (0,) * 4)
+    limits = attention._MOST_GPU, attention._FEWEST_GPU
+    found = list(scores.blocks(leading, queries, queries, *limits))
+    assert len(found) == blocks
+    seen = torch.zeros(*leading, queries, dtype=torch.int8)
+    for at in found:
+        seen[at] += 1
+    assert bool((seen == 1).all())

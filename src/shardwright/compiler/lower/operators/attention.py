@@ -26,6 +26,7 @@ Slices = tuple[slice, ...]
 # Scores in a block: what stays in the caches of a CPU; on a GPU so many that starting its kernels takes no part of it.
 _MOST_CPU, _MOST_GPU = 1 << 20, 1 << 25
 _FEWEST_ROWS = 128  # of a causal block: those of fewer leave out more keys, and are slower for each
+_FEWEST_GPU = 1 << 23  # scores of a causal block on a GPU: starting the kernels of more blocks takes longer
 
 
 def causal_attention(
@@ -84,9 +85,13 @@ class _Scores:
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
 
-    def blocks(self, leading: Sizes, queries: int, keys: int, most: int) -> Iterator[Slices]:
-        """Blocks of at most so many scores where rows are not longer: slices of the leading dims and the queries."""
-        rows = max(_FEWEST_ROWS, -(-queries // 8)) if self.is_causal else queries
+    def blocks(self, leading: Sizes, queries: int, keys: int, most: int, fewest: int) -> Iterator[Slices]:
+        """Blocks of at most so many scores where rows are not longer: slices of the leading dims and the queries.
+
+        Causal ones, which leave out the keys behind their queries, have at least ``fewest``.
+        """
+        enough = -(-fewest // max(math.prod(leading) * keys, 1))
+        rows = min(max(_FEWEST_ROWS, -(-queries // 8), enough), queries) if self.is_causal else queries
         left, extents = max(most // max(keys, 1), 1), list[int]()
         for size in (rows, *reversed(leading)):
             extents.append(max(min(size, left), 1))
@@ -103,9 +108,11 @@ class _Scores:
             first = self.offsets[-2] + at[-1].start
             keys = min(key.shape[-2], first + query.shape[-2])
             key, value = key[..., :keys, :], value[..., :keys, :]
-            mask = torch.ones(query.shape[-2], keys, dtype=torch.bool, device=query.device).tril(first)
+            hidden = torch.ones(query.shape[-2], keys, dtype=torch.bool, device=query.device).triu_(first + 1)
         scores = query * self.scale @ key.transpose(-2, -1)
-        if mask is not None:
+        if self.is_causal:
+            scores = scores.masked_fill(hidden, -math.inf)
+        elif mask is not None:
             scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
         if mask is None or self.is_causal:
             probabilities = scores.softmax(-1)
@@ -150,8 +157,8 @@ def _blocks(
     scores: _Scores, result: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> Iterator[tuple[Slices, tuple[Tensor, Tensor, Tensor], Tensor | None]]:
     """Return where each block lies in the result, and its parts of query, key and value and of the mask."""
-    most = _MOST_CPU if result.device.type == "cpu" else _MOST_GPU
-    for at in scores.blocks(result.shape[:-2], result.shape[-2], key.shape[-2], most):
+    most, fewest = (_MOST_CPU, 0) if result.device.type == "cpu" else (_MOST_GPU, _FEWEST_GPU)
+    for at in scores.blocks(result.shape[:-2], result.shape[-2], key.shape[-2], most, fewest):
         parts = query[_within(query, at, True)], key[_within(key, at, False)], value[_within(value, at, False)]
         yield at, parts, None if mask is None else mask[_within(mask, at, True)]
 
