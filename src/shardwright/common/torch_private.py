@@ -618,25 +618,10 @@ def holders_of_memory(tensor: torch.Tensor) -> int:
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
-def _through_dispatch(kind: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """Call an operator so that it reaches ``kind.__torch_dispatch__``, which torch 2.11 passes over for DTensor's."""
-
-    def dispatched(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = pytree.tree_leaves((args, kwargs))
-        ours = any(isinstance(leaf, kind) for leaf in given)
-        return kind.__torch_dispatch__(func, (kind,), args, kwargs) if ours else func(*args, **kwargs)
-
-    with torch._C.DisableTorchFunctionSubclass(), operators_called(dispatched):
-        return func(*args, **(kwargs or {}))
-
-
 # What a class of DTensors has in place of ``__torch_function__`` that sees operators by ``__torch_dispatch__`` alone:
 # torch's own way would make its results of that class by a method that DTensors do not have.
-no_torch_function: Any = (
-    classmethod(_through_dispatch)
-    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
-    else torch._C._disabled_torch_function_impl
-)
+no_torch_function: Any = torch._C._disabled_torch_function_impl
+no_torch_function_of_classes: Any = torch._C.DisableTorchFunctionSubclass  # for a block
 
 
 def let_optimizers_take_lists(kind: type[torch.Tensor]) -> None:

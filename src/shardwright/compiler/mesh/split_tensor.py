@@ -36,10 +36,24 @@ _GRADIENT: Any = Tensor.grad
 _DATA: Any = Tensor.data
 
 
+def _through_dispatch(kind: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """Call an operator so that it reaches ``kind.__torch_dispatch__``, which torch 2.11 passes over for DTensor's."""
+
+    def dispatched(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        ours = any(isinstance(leaf, kind) for leaf in trees.tree_leaves((args, kwargs)))
+        return kind.__torch_dispatch__(func, (kind,), args, kwargs) if ours else func(*args, **kwargs)
+
+    with torch_private.no_torch_function_of_classes(), torch_private.operators_called(dispatched):
+        return func(*args, **(kwargs or {}))
+
+
+_TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+
+
 class SplitTensor(DTensor):
     """A DTensor of a model that is split. `split_tensor` makes one."""
 
-    __torch_function__ = torch_private.no_torch_function
+    __torch_function__ = torch_private.no_torch_function if _TORCH >= (2, 12) else classmethod(_through_dispatch)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
