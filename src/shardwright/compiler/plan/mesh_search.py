@@ -23,7 +23,7 @@ from shardwright.compiler.plan.pricing.cost import Objective
 from shardwright.compiler.plan.pricing.memory import local_bytes
 from shardwright.compiler.plan.request import PlanRequest
 from shardwright.compiler.plan.search.budget import Budget
-from shardwright.compiler.plan.search.choices import FEW_AXES, Choice, OverBudget, Space, data_parallel
+from shardwright.compiler.plan.search.choices import FEW_AXES, Choice, OverBudget, Space, casting_shards, data_parallel
 from shardwright.compiler.plan.search.problem import CostCache, Problem
 from shardwright.compiler.plan.search.recursive import recursive
 from shardwright.compiler.plan.search.search import PreparedSearch, least_cost, search
@@ -113,8 +113,9 @@ class MeshSearch:
 
     def plan(self, choice: Choice) -> Plan:
         """The plan of a choice; what follows from decisions is worked out once for those that were asked for last."""
+        strategies = casting_shards(self.space.graph, self.mesh, choice.strategies, choice.leaves)
         for plan in self._last:
-            if (plan.leaves, plan.strategies) == (choice.leaves, choice.strategies):
+            if (plan.leaves, plan.strategies) == (choice.leaves, strategies):
                 same = (plan.again, plan.recomputed) == (choice.again, choice.recomputed)
                 found = plan if same else plan.computing_again(choice.recomputed, choice.again)
                 return found.costing(choice.cost, choice.bound)
