@@ -12,8 +12,11 @@ from shardwright.compiler.capture import step
 from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.lower.lower import lower
 from shardwright.compiler.mesh.mesh import Mesh
+from shardwright.compiler.plan.baselines import fully_sharded
 from shardwright.compiler.plan.make import make_plan
+from shardwright.compiler.plan.pricing.graph import RuledGraph
 from shardwright.compiler.plan.request import PlanRequest
+from shardwright.compiler.report.ir import execute_text
 from shardwright.compiler.rules.table import row_of
 from shardwright.runtime.compiled.compiler import Compiler
 from whole import plain, run
@@ -159,3 +162,16 @@ def test_what_is_moved_is_moved_once():
     moved = Counter((p.cause, p.direction, p.collective.kind) for p in plan.collectives())
     shared = [name for name, value in capture.values.items() if value.shared]
     assert all(count == 1 for (cause, _, _), count in moved.items() if cause in shared)
+
+
+def test_dumps_show_shared_and_sharded_casts():
+    model, batch = nn.ModuleList([Gated(192)]), torch.randn(8, 192)
+    capture = captured_step(model, in_half(lambda m, x: m[0](x, x).float().sum()), batch, {})
+    plan = fully_sharded(RuledGraph.of(capture), PlanRequest(Mesh.of(d=2)))
+    program = lower(plan, 0)
+    text = execute_text(plan, program)
+    gathered = [one for one in program.instructions if "source" in one.call.source]
+    assert len(gathered) == 4
+    for one in gathered:
+        assert f"%{one.outputs[0]}: bfloat16[192, 192] = all_gather(%{one.reads[0]})" in text
+    assert "  # one for each reader, whose gradient is cast back on its own" in text
