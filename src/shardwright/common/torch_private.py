@@ -620,8 +620,7 @@ def holders_of_memory(tensor: torch.Tensor) -> int:
 
 # What a class of DTensors has in place of ``__torch_function__`` that sees operators by ``__torch_dispatch__`` alone:
 # torch's own way would make its results of that class by a method that DTensors do not have.
-no_torch_function: Any = torch._C._disabled_torch_function_impl
-no_torch_function_of_classes: Any = torch._C.DisableTorchFunctionSubclass  # for a block
+no_torch_function = torch._C._disabled_torch_function_impl
 
 
 def let_optimizers_take_lists(kind: type[torch.Tensor]) -> None:

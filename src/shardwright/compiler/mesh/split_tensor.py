@@ -36,24 +36,10 @@ _GRADIENT: Any = Tensor.grad
 _DATA: Any = Tensor.data
 
 
-def _through_dispatch(kind: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """Call an operator so that it reaches ``kind.__torch_dispatch__``, which torch 2.11 passes over for DTensor's."""
-
-    def dispatched(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        ours = any(isinstance(leaf, kind) for leaf in trees.tree_leaves((args, kwargs)))
-        return kind.__torch_dispatch__(func, (kind,), args, kwargs) if ours else func(*args, **kwargs)
-
-    with torch_private.no_torch_function_of_classes(), torch_private.operators_called(dispatched):
-        return func(*args, **(kwargs or {}))
-
-
-_TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
-
-
 class SplitTensor(DTensor):
     """A DTensor of a model that is split. `split_tensor` makes one."""
 
-    __torch_function__ = torch_private.no_torch_function if _TORCH >= (2, 12) else classmethod(_through_dispatch)
+    __torch_function__ = torch_private.no_torch_function  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -97,12 +83,7 @@ class SplitTensor(DTensor):
     @property
     def grad(self) -> Any:
         """The gradient, a split tensor."""
-        found = _GRADIENT.__get__(self)
-        if type(found) is not DTensor:
-            return found
-        own = split_tensor(found)  # torch 2.11 makes one of its own class where it copies a gradient
-        _GRADIENT.__set__(self, own)
-        return own
+        return _GRADIENT.__get__(self)
 
     @grad.setter
     def grad(self, gradient: Any) -> None:
@@ -162,8 +143,8 @@ def _are_alike(tensors: list[Tensor]) -> bool:
     layout = first.shape, first.device_mesh, first.placements
     return not any(placed.is_partial() for placed in first.placements) and all(
         (tensor.shape, tensor.device_mesh, tensor.placements) == layout
-        if isinstance(tensor, DTensor)
-        else tensor.ndim == 0
+        if isinstance(tensor, SplitTensor)
+        else not isinstance(tensor, DTensor) and tensor.ndim == 0
         for tensor in tensors
     )
 
@@ -175,7 +156,7 @@ def _entry_by_entry(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, A
     def part(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
             return [part(each) for each in value]
-        if not isinstance(value, DTensor):
+        if not isinstance(value, SplitTensor):
             return value
         found = torch_private.part_of(value)
         given[id(found)] = value

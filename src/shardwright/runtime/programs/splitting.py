@@ -56,8 +56,18 @@ class Splitting:
 
     @staticmethod
     def of(model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh, device: torch.device) -> Splitting:
-        """DTensors where some layout splits its parameter, or an earlier call has made some of the model's."""
-        return Splitting(layouts, mesh, device, any(of.split_axes for of in layouts.values()) or is_split(model))
+        """Return DTensors where some layout splits its parameter, or an earlier call has made some of the model's.
+
+        Raises:
+            UsageError: where parameters are split and torch is older than 2.12.
+        """
+        splits = any(of.split_axes for of in layouts.values()) or is_split(model)
+        if splits and older_than(torch.__version__, 2, 12):
+            raise UsageError(
+                f"this plan shards parameters, for which torch 2.12 or newer is needed, and this is {torch.__version__}; "
+                "type pip install 'torch>=2.12', or choose mode=\"data\" without memory="
+            )
+        return Splitting(layouts, mesh, device, splits)
 
     def part(self, name: str, parameter: nn.Parameter, whole: Tensor) -> nn.Parameter:
         """This rank's part of a parameter that is ``whole`` here, as the DTensor that takes the parameter's place."""
@@ -93,6 +103,11 @@ def _refuse_plain_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[
             "call parallel(batch), or parallel.predict(batch) with sw.parallelize(..., predict_fn=...); other numbers, "
             "as of an average, are loaded first: parallel.load_state_dict(average.module.state_dict())"
         )
+
+
+def older_than(version: str, *least: int) -> bool:
+    """Return whether a version as "2.11.0+cu130" is older than one of these numbers."""
+    return tuple(int(word) for word in version.split(".")[: len(least)]) < least
 
 
 def is_split(model: nn.Module) -> bool:
