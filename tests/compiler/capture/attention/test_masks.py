@@ -291,6 +291,22 @@ def test_masks_that_say_what_is_hidden_hide_nothing_where_they_are_0():
     assert kinds(captured_step(layer, encoded, batch, {}, filled={(1, 1)})) == ["other"]
 
 
+def test_tokens_are_not_looked_at_for_what_is_padding_among_them():
+    class Tokens(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(10, 8)
+            self.attention = Attention(lambda x, queries, ids: (ids != 3)[:, None, None, :])
+
+        def forward(self, ids, others):
+            return self.attention(self.embedding(ids.view(-1, KEYS)), ids) + self.attention(self.embedding(ids), others)
+
+    ids = torch.randint(0, 10, (2, 3, KEYS))
+    captured = captured_step(Tokens().double(), lambda model, batch: model(*batch).square().sum(), (*ids,), {})
+    assert kinds(captured) == ["other"] * 2
+    assert captured.conditions == {(1, 1)}
+
+
 def test_a_mask_of_two_inputs_is_left_out_where_both_are_known():
     class Twice(Attention):
         def __init__(self):

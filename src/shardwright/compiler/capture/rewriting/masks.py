@@ -20,10 +20,11 @@ from shardwright.compiler.capture.rewriting.known import Known, constant
 from shardwright.compiler.capture.rewriting.writer import Writer
 from shardwright.compiler.rules.notation import Operand
 from shardwright.compiler.rules.row import named_arguments
-from shardwright.compiler.rules.table import Column, column
+from shardwright.compiler.rules.table import Column, column, row_of
 
 Mask = Literal["none", "causal", "other"]
 ATTENTION: Column[bool] = column(("scaled_dot_product_attention", True))
+_EMBEDDING: Column[bool] = column(("embedding", True))
 _LOOKUP: Column[bool] = column(("index.Tensor", True))
 _ROWS = 1 << 22  # entries of a mask that are compared at a time
 
@@ -49,6 +50,7 @@ class _Masks:
         self._places = {value.name: place for place, value in enumerate(capture.of_kind("input"))}
         self._makers = {result: node for node in capture.nodes for result in node.results}
         self._kinds: dict[tuple[str, int, int], Mask] = {}
+        self._tokens = {self._seen(node.operands[1]) for node in capture.nodes if _EMBEDDING.of(node.op)}
         self.conditions: frozenset[Filled] = frozenset()
 
     def without(self, node: Node) -> Node:
@@ -76,14 +78,25 @@ class _Masks:
                 return kind if needed <= self._filled else "other"
         return "other"
 
+    def _seen(self, name: str) -> str:
+        """The value that a value is a view of."""
+        while (maker := self._makers.get(name)) is not None and row_of(maker.op).view:
+            name = maker.operands[0]
+        return name
+
     def _inputs(self, mask: str) -> frozenset[str]:
-        """The inputs from which a mask follows, all of whole numbers; none where it follows from something else."""
+        """The inputs from which a mask follows, all of whole numbers; none where it follows from something else.
+
+        Tokens, which are embedded, are not all 1 in any batch that is worth a look at each step.
+        """
         found, open_names, seen = set[str](), [mask], {mask}
         while open_names:
             name = open_names.pop()
             if self._known.has(name):
                 continue
             if name in self._places and not self._capture.values[name].dtype.is_floating_point:
+                if name in self._tokens:
+                    return frozenset()
                 found.add(name)
             elif name in self._makers:
                 further = [operand for operand in self._makers[name].operands if operand not in seen]
