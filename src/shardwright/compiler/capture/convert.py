@@ -21,9 +21,9 @@ from shardwright.compiler.capture.pins import OPERAND_MARKER, RESULT_MARKER
 from shardwright.compiler.capture.tracing.attention import backends_of
 from shardwright.compiler.capture.tracing.functions import APPLIED, Application
 from shardwright.compiler.capture.tracing.in_place import CHANGE_PARAMETERS
-from shardwright.compiler.capture.tracing.numbers import Numbers
 from shardwright.compiler.capture.tracing.refusals import FLEX_ATTENTION
 from shardwright.compiler.capture.tracing.regions import is_without_gradient
+from shardwright.compiler.capture.tracing.sizes.numbers import Numbers
 from shardwright.compiler.capture.tracing.sources import source_of
 from shardwright.compiler.capture.tracing.trace import Trace
 from shardwright.compiler.rules.layers import refuse_drawing

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from shardwright.common.trees import tree_flatten
-from shardwright.compiler.capture.tracing.open_sizes import in_batch
+from shardwright.compiler.capture.tracing.sizes.open_sizes import in_batch
 
 Dynamic = bool | Mapping[str, int | Sequence[int]]
 Shapes = tuple[tuple[int, ...], ...]

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from shardwright.common.trees import keys_in, tree_flatten
-from shardwright.compiler.capture.tracing.open_sizes import in_batch
 from shardwright.compiler.capture.tracing.outside.values import NOT_PLAIN, PLAIN, plain
+from shardwright.compiler.capture.tracing.sizes.open_sizes import in_batch
 from shardwright.errors import UsageError
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from shardwright.compiler.capture.ir import Capture, Node
-from shardwright.compiler.capture.tracing.open_sizes import in_batch
+from shardwright.compiler.capture.tracing.sizes.open_sizes import in_batch
 from shardwright.compiler.lower.program import Instruction, LocalProgram
 from shardwright.compiler.rules.notation import Operand
 from shardwright.compiler.rules.table import Column, column

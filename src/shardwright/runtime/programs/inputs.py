@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.compiler.capture.ir import Capture
-from shardwright.compiler.capture.tracing.open_sizes import in_batch
+from shardwright.compiler.capture.tracing.sizes.open_sizes import in_batch
 from shardwright.compiler.mesh.collectives import Communicator, all_gather
 from shardwright.compiler.mesh.layout import WHOLE, Layout
 from shardwright.compiler.mesh.mesh import Mesh

@@ -25,10 +25,10 @@ from shardwright.compiler.capture.tracing import attention, functions, refusals,
 from shardwright.compiler.capture.tracing.frozen import Reading
 from shardwright.compiler.capture.tracing.gradients import GradientTaken, Replayed
 from shardwright.compiler.capture.tracing.in_place import Buffers, InPlace, refuse_detaching, refuse_setting_data
-from shardwright.compiler.capture.tracing.open_sizes import OpenSizes, Sizes
 from shardwright.compiler.capture.tracing.outside.copies import copy_of
 from shardwright.compiler.capture.tracing.regions import NO_GRADIENT, kernels_to_trace
 from shardwright.compiler.capture.tracing.replaced import batch_norms_call, quiet_exporter, sizes_written_as_numbers
+from shardwright.compiler.capture.tracing.sizes.open_sizes import OpenSizes, Sizes
 from shardwright.compiler.capture.tracing.state.replay import Again, again
 from shardwright.compiler.capture.tracing.values import answers
 from shardwright.compiler.capture.tracing.values.checks import Check, Checks

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from shardwright.common import torch_private
-from shardwright.compiler.capture.tracing.open_sizes import Sizes
+from shardwright.compiler.capture.tracing.sizes.open_sizes import Sizes
 from shardwright.errors import CaptureError
 
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
