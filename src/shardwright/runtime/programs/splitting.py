@@ -64,8 +64,8 @@ class Splitting:
         splits = any(of.split_axes for of in layouts.values()) or is_split(model)
         if splits and older_than(torch.__version__, 2, 12):
             raise UsageError(
-                f"this plan shards parameters, for which torch 2.12 or newer is needed, and this is {torch.__version__}; "
-                "type pip install 'torch>=2.12', or choose mode=\"data\" without memory="
+                "this plan shards parameters, for which torch 2.12 or newer is needed, and this is "
+                f"{torch.__version__}; type pip install 'torch>=2.12', or choose mode=\"data\" without memory="
             )
         return Splitting(layouts, mesh, device, splits)
 
