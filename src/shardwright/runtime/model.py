@@ -25,6 +25,7 @@ from shardwright.compiler.plan.plan import Plan
 from shardwright.distributed.control import control_group
 from shardwright.distributed.lockstep import Lockstep
 from shardwright.distributed.on_its_way import OnItsWay
+from shardwright.distributed.precision import Precision
 from shardwright.distributed.ranks import alone
 from shardwright.errors import UsageError
 from shardwright.runtime.evaluation import Evaluation, Sums, metric_sums
@@ -51,6 +52,8 @@ class ParallelModel(LikeModule):
 
     plan: Plan | None
     """The plan for the shapes of the sample batch; None where the model runs by DistributedDataParallel."""
+    precision: Precision | None = None
+    """The ``precision`` that `sw.parallelize` was given."""
 
     def __init__(self, module: nn.Module, lockstep: Lockstep) -> None:
         self.module = module

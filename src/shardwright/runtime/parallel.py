@@ -198,7 +198,9 @@ def parallelize(
     captures = Captures(model, loss_fn, pins or {}, batch_norm, predict, dynamic, world.device, reduce_dtype)
     planner = Planner(captures, request)
     try:
-        return Parallel(planner, sample_batch, Options(batch, gradients, dumps, init, compile, checks), world, plan)
+        made = Parallel(planner, sample_batch, Options(batch, gradients, dumps, init, compile, checks), world, plan)
+        made.precision = precision
+        return made
     except CaptureError as error:
         needed = MODES[called].captured or limit is not None or patterns or compile or reduce_dtype
         if needed or (isinstance(error, ChangesParameterError) and world.size > 1):
@@ -213,7 +215,9 @@ def parallelize(
                 EagerFallback(f"running by DistributedDataParallel, which takes the loss for a mean, since {error}"),
                 stacklevel=2,
             )
-        return parallelize_eagerly(model, loss_fn, sample_batch, called, gradients, batch, predict_fn, checks)
+        eager = parallelize_eagerly(model, loss_fn, sample_batch, called, gradients, batch, predict_fn, checks)
+        eager.precision = precision
+        return eager
 
 
 def _problem(search: str | None, gradients: str, batch_norm: str, batch: str | None) -> str | None:

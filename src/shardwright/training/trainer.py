@@ -48,7 +48,7 @@ class Trainer:
         accumulate: how many batches of the loader make one optimizer step. The gradient is that of the mean over all
             their samples, also where they differ in size.
         precision: what forwards compute in: "float32" as the model is, "bf16" or "fp16" by autocast, fp16 with a scaler
-            whose overflows skip the step on all ranks.
+            whose overflows skip the step on all ranks; by default what `sw.parallelize` was told, else "float32".
 
     Where the run stands, ``epoch``, ``step``, ``steps``, ``loss``, ``evaluation`` and the like, it says under the names
     of `RunView`, which is what callbacks are given.
@@ -65,22 +65,29 @@ class Trainer:
         scheduler: LRScheduler | None = None,
         clip_norm: float | None = None,
         accumulate: int = 1,
-        precision: Precision = "float32",
+        precision: Precision | None = None,
     ) -> None:
-        check_precision(precision)
+        if precision is not None:
+            check_precision(precision)
         if not isinstance(accumulate, int) or accumulate < 1:
             raise UsageError(f"expected accumulate, batches per optimizer step, to be at least 1, got {accumulate!r}")
         if clip_norm is not None and not clip_norm > 0:
             raise UsageError(f"expected clip_norm to be more than 0, or None for no clipping, got {clip_norm!r}")
+        told = parallel.precision
+        if precision is not None and told not in (None, precision):
+            raise UsageError(
+                f"the trainer is to compute in {precision}, and sw.parallelize was told precision={told!r}; leave one of "
+                "the two out"
+            )
         self.parallel = parallel
         self.optimizer = optimizer
         self.callbacks = tuple(callbacks)
         self.scheduler = scheduler
         self.clip_norm = clip_norm
         self.accumulate = accumulate
-        self.precision: Precision = precision
+        self.precision: Precision = precision or told or "float32"
         self.world = current_world()
-        self.scaler = gradient_scaler(precision, self.world.device)
+        self.scaler = gradient_scaler(self.precision, self.world.device)
         self.epoch, self.step, self.steps = 0, 0, 0
         self.loss = torch.zeros((), device="cpu")
         self.evaluation: Evaluation | None = None

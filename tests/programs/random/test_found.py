@@ -279,3 +279,14 @@ def test_what_a_recurrent_layer_gives_without_gradients_may_not_be_changed_with_
     said = r"(?s)a view made under torch.no_grad.*, at \S*test_found.py:\d+ .*Write \.clone"
     with pytest.raises(CaptureError, match=said):
         captured_step(model, Net.__call__, torch.randn(3, 4), {})
+
+
+def test_what_is_made_where_gradients_are_off_has_none_and_may_be_filled():
+    def step(self, x):
+        h = x @ self.w
+        with torch.no_grad():
+            padded = F.pad(h, (1, 0))
+        padded.mul_(2).copy_(padded)
+        return (padded[:, 1:] * h).mean()
+
+    like_plain(step)

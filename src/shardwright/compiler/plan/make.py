@@ -33,7 +33,8 @@ def make_plan(capture: Capture, request: PlanRequest) -> Plan:
         PlanError: where no plan exists.
     """
     with _garbage_collection_paused():
-        return with_axis_names(_made(RuledGraph.of(capture), request))
+        plan = _made(RuledGraph.of(capture), request)
+        return plan if request.axes is not None else with_axis_names(plan)  # an earlier plan has named them
 
 
 def _made(graph: RuledGraph, request: PlanRequest) -> Plan:

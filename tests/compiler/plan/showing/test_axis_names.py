@@ -1,6 +1,7 @@
 """The axes of a found mesh are named by what the plan does along them; those that a user named keep their names."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -122,3 +123,10 @@ def test_an_axis_over_which_nothing_is_split_keeps_its_name(model):
     plan = make_plan(graph_of(model, batch_of(8)).capture, PlanRequest(EIGHT, "single", hardware=H100))
     assert axis_roles(plan) == ("ranks",)
     assert str(plan.mesh) == "ranks=8"
+
+
+def test_a_plan_for_an_earlier_ones_mesh_keeps_its_names_also_where_that_one_split_nothing(model):
+    captured = captured_step(model, distance, batch_of(8), {})
+    request = PlanRequest(EIGHT, "data")
+    assert make_plan(captured, request).mesh.names == ("dp",)
+    assert make_plan(captured, replace(request, axes=EIGHT)).mesh.names == ("ranks",)

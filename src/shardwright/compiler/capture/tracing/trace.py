@@ -105,6 +105,8 @@ class _Annotate(TorchFunctionMode):
             self.failed = self.failed or where
             raise
         result = list(result) if name == "__iter__" else result
+        if name == "pad" and not torch.is_grad_enabled():  # the exporter gives it a gradient there, as no other
+            result.requires_grad_(False)  # type: ignore[union-attr]
         refusals.refuse_unknown_shape(name, result, where)
         self.in_place.after(before, result, where)
         self.constants.after(func, name, args, kwargs or {}, result)
