@@ -76,8 +76,8 @@ class Trainer:
         told = parallel.precision
         if precision is not None and told not in (None, precision):
             raise UsageError(
-                f"the trainer is to compute in {precision}, and sw.parallelize was told precision={told!r}; leave one of "
-                "the two out"
+                f"the trainer is to compute in {precision}, and sw.parallelize was told precision={told!r}; leave one "
+                "of the two out"
             )
         self.parallel = parallel
         self.optimizer = optimizer
