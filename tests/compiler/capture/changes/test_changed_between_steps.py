@@ -251,3 +251,46 @@ def evaluated_without_versions():
 def test_programs_made_in_inference_mode_serve_training():
     for first, second in run_ranks(2, evaluated_without_versions):
         assert first == pytest.approx(second, rel=1e-12)
+
+
+class Tables:
+    """Tensors that a class holds, of which no module knows."""
+
+    shift = torch.zeros(3)
+
+
+class OfItsClass(nn.Module):
+    """Computes with a tensor of its class, and with one of another class."""
+
+    scale = torch.ones(3)
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(x) * self.scale + Tables.shift
+
+
+def changed_in_classes():
+    sw.init()
+    _, batch = model_and_batch()
+    OfItsClass.scale, Tables.shift = torch.ones(3), torch.zeros(3)
+    model = OfItsClass()
+    plain = copy.deepcopy(model)
+    parallel = sw.parallelize(model, loss_fn, batch, "data", batch="global")
+    found = []
+    for step in range(3):
+        if step == 1:
+            OfItsClass.scale.mul_(torch.tensor([1.0, 2.0, 3.0]))
+        if step == 2:
+            OfItsClass.scale, Tables.shift = torch.full((3,), 0.5), torch.tensor([0.0, 1.0, 0.0])
+        found.append((parallel(batch).item(), loss_fn(plain, batch).item()))
+    return found
+
+
+def test_tensors_that_classes_hold_are_read_at_each_step():
+    for found in run_ranks(2, changed_in_classes):
+        ours, plain = zip(*found, strict=True)
+        assert ours == pytest.approx(plain, rel=1e-12)
+        assert len(set(plain)) == 3

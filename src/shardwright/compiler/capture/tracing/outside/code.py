@@ -18,7 +18,7 @@ from shardwright.common import torch_private
 from shardwright.compiler.capture.tracing import sources
 from shardwright.compiler.capture.tracing.outside import safe
 from shardwright.compiler.capture.tracing.outside.closures import called_function, closure
-from shardwright.compiler.capture.tracing.outside.entries import Opened, attributes, inside, opened_modules
+from shardwright.compiler.capture.tracing.outside.entries import Opened, attributes, inside, of_classes, opened_modules
 from shardwright.compiler.capture.tracing.outside.places import Place, follow
 
 _OF_VARIABLES = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")
@@ -67,14 +67,14 @@ class StepCode:
     def tensors(self, model: nn.Module) -> Iterator[tuple[Place, torch.Tensor]]:
         """Yield the tensors that attributes and variables lead to, with their places.
 
-        These are attributes of the model's modules that are no buffers, variables, what stands in these, and what
-        modules among the variables hold.
+        These are attributes of the model's modules and of their classes that are no buffers, variables, what stands in
+        these, what modules among the variables hold, and what a step names in the user's own modules and classes.
         """
         seen = opened_modules(model)
         for owner, module in model.named_modules():
-            for name, value in attributes(module):
+            for name, value in (*attributes(module), *of_classes(module)):
                 yield from _tensors_inside(Place("attribute", owner, name), value, seen)
-        for place, value in self.variables():
+        for place, value in (*self.variables(), *self.members()):
             yield from _tensors_inside(place, value, seen)
 
 
@@ -143,4 +143,4 @@ def _variables_named(code: CodeType) -> list[str]:
 def _tensors_inside(place: Place, value: Any, seen: Opened) -> Iterator[tuple[Place, torch.Tensor]]:
     for path, leaf in inside(value, seen):
         if safe.is_a(leaf, torch.Tensor) and follow(value, path) is leaf:
-            yield replace(place, path=path), leaf
+            yield replace(place, path=".".join(filter(None, (place.path, path)))), leaf

@@ -112,6 +112,13 @@ def attributes(module: nn.Module) -> list[tuple[str, Any]]:
     return [(name, value) for name, value in vars(module).items() if name not in OF_TORCH]
 
 
+def of_classes(module: nn.Module) -> list[tuple[str, Any]]:
+    """Return what the user's own classes of a module hold for all of its kind, and the module does not hide."""
+    classes = [base for base in type(module).__mro__ if not base.__module__.startswith("torch.") and base is not object]
+    found = {name: value for base in reversed(classes) for name, value in vars(base).items()}
+    return [(name, value) for name, value in found.items() if name not in vars(module) and not name.startswith("__")]
+
+
 def opened_modules(model: nn.Module) -> dict[int, tuple[Any, Entries]]:
     """The modules of a model, as what `inside` has seen."""
     return {id(module): (module, []) for module in model.modules()}
