@@ -346,7 +346,7 @@ def test_a_plan_for_gpus_is_made_in_the_precision_of_the_step(monkeypatch, capsy
     full, half = head("none"), head("cpu")
     assert full[0][0].startswith("a step on h100 in float32 takes ")
     assert full[0][1].startswith("in bfloat16 this plan takes about ")
-    assert full[0][1].endswith(": type --precision bf16")
+    assert full[0][1].endswith(", without the casts: type --precision bf16 to plan with them")
     assert half[0][0].startswith("a step on h100 in bfloat16 takes ")
     assert half[0][1].startswith("each device sends ")
     for found in (head("cuda"), head("none", "--precision", "bf16")):

@@ -45,7 +45,8 @@ def _head(summary: PlanSummary) -> Iterator[str]:
         f"{around}{hidden}"
     )
     if summary.bf16_step_s is not None:
-        yield f"in bfloat16 this plan takes about {in_time(summary.bf16_step_s)}: type --precision bf16"
+        took = in_time(summary.bf16_step_s)
+        yield f"in bfloat16 this plan takes about {took}, without the casts: type --precision bf16 to plan with them"
     yield f"each device sends {in_bytes(summary.sent_bytes)} per step"
 
 
