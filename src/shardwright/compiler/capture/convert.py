@@ -16,7 +16,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx.node import map_arg
 
 from shardwright.common import signatures, torch_private, trees
-from shardwright.compiler.capture.ir import Capture, Names, Node, Pin, Slices, Value, ValueKind
+from shardwright.compiler.capture.ir import Capture, Names, Node, Pin, Slices, Value, ValueKind, without_unused
 from shardwright.compiler.capture.pins import OPERAND_MARKER, RESULT_MARKER
 from shardwright.compiler.capture.tracing.attention import backends_of
 from shardwright.compiler.capture.tracing.functions import APPLIED, Application
@@ -366,25 +366,14 @@ class _Converter:
                 "predict gives what the loss function returns beside the loss, and it returns the loss alone\n"
                 "Return (loss, outputs) from it."
             )
-        live = {loss, *aux, *mutations.values()}
-        nodes = []
-        for node in reversed(self.nodes):
-            if live.intersection(node.results):
-                live.update(node.operands)
-                nodes.append(node)
-        nodes.reverse()
-        for node in nodes:
+        nodes, checks = tuple(self.nodes), self.traced.checks
+        found = without_unused(
+            Capture(self.values, nodes, loss, aux, tree, mutations, self.constants, self.tied, key, checks=checks)
+        )
+        for node in found.nodes:
             if not row_of(node.op).draws:
                 refuse_drawing(node.op, node.source)
-        kept = live.union(*(node.results for node in nodes))
-        values = {
-            name: value
-            for name, value in self.values.items()
-            if value.kind in ("parameter", "buffer", "input") or name in kept
-        }
-        constants = {name: tensor for name, tensor in self.constants.items() if name in kept}
-        checks = self.traced.checks
-        return Capture(values, tuple(nodes), loss, aux, tree, mutations, constants, self.tied, key, checks=checks)
+        return found
 
 
 def _plain(arg: Any) -> Any:

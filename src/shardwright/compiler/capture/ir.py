@@ -6,7 +6,7 @@ import hashlib
 import keyword
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -177,6 +177,24 @@ class Capture:
             lines.append(f"{results} = {node.op}({args})  # {node.scope} | {node.source}")
         lines.append(f"loss %{self.loss}, aux {', '.join('%' + name for name in self.aux) or 'none'}")
         return "\n".join(lines)
+
+
+def without_unused(capture: Capture) -> Capture:
+    """Return the capture without operators and constants of which nothing reads a result."""
+    live = {capture.loss, *capture.aux, *capture.mutations.values()}
+    nodes = []
+    for node in reversed(capture.nodes):
+        if live.intersection(node.results):
+            live.update(node.operands)
+            nodes.append(node)
+    kept = live.union(*(node.results for node in nodes))
+    values = {
+        name: value
+        for name, value in capture.values.items()
+        if value.kind in ("parameter", "buffer", "input") or name in kept
+    }
+    constants = {name: tensor for name, tensor in capture.constants.items() if name in kept}
+    return replace(capture, nodes=tuple(reversed(nodes)), values=values, constants=constants)
 
 
 def _fact(value: Value) -> str:

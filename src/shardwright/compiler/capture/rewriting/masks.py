@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardwright.compiler.capture.check import check
-from shardwright.compiler.capture.ir import Capture, Filled, Node, Pin
+from shardwright.compiler.capture.ir import Capture, Filled, Node, Pin, without_unused
 from shardwright.compiler.capture.rewriting.known import Known, constant
 from shardwright.compiler.capture.rewriting.writer import Writer
 from shardwright.compiler.rules.notation import Operand
@@ -38,7 +38,7 @@ def without_known_masks(capture: Capture, filled: Collection[Filled] = ()) -> Ca
     masks = _Masks(capture, frozenset(filled))
     nodes = tuple(masks.without(node) if ATTENTION.of(node.op) else node for node in capture.nodes)
     found = replace(capture, nodes=nodes, conditions=masks.conditions, filled=masks.conditions.intersection(filled))
-    return without_unused(found)
+    return check(without_unused(found))
 
 
 class _Masks:
@@ -165,31 +165,13 @@ def _without_mask(node: Node, *, causal: bool) -> Node:
     return replace(node, args=args, kwargs=kwargs, operands=operands, pin=pin)
 
 
-def without_unused(capture: Capture) -> Capture:
-    """Return the capture without operators and constants of which nothing reads a result."""
-    live = {capture.loss, *capture.aux, *capture.mutations.values()}
-    nodes = []
-    for node in reversed(capture.nodes):
-        if live.intersection(node.results):
-            live.update(node.operands)
-            nodes.append(node)
-    kept = live.union(*(node.results for node in nodes))
-    values = {
-        name: value
-        for name, value in capture.values.items()
-        if value.kind in ("parameter", "buffer", "input") or name in kept
-    }
-    constants = {name: tensor for name, tensor in capture.constants.items() if name in kept}
-    return check(replace(capture, nodes=tuple(reversed(nodes)), values=values, constants=constants))
-
-
 def lookups_as_views(capture: Capture) -> Capture:
     """Return the capture in which lookups by all positions in their own order are views."""
     known, writer = Known(capture), Writer(capture)
     for node in capture.nodes:
         if not (_LOOKUP.of(node.op) and node.pin is None and _write_view(node, capture, known, writer)):
             writer.keep(node)
-    return without_unused(writer.capture())
+    return check(without_unused(writer.capture()))
 
 
 def _write_view(node: Node, capture: Capture, known: Known, writer: Writer) -> bool:
