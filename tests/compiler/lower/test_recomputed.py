@@ -48,6 +48,38 @@ def test_layers_are_computed_again_with_the_same_random_numbers(monkeypatch):
     assert "activation checkpointing" in plan.diff(kept)
 
 
+class Twice(nn.Module):
+    """A layer whose weight is read outside of it, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.layer(x).float() + (x[:, :, None] * self.layer.weight[None]).sum(1)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_sharded_weight_that_is_read_inside_of_a_block_and_outside(ranks):
+    """It is gathered before the block begins, the bias inside of it."""
+    torch.manual_seed(0)
+    model, batch = Twice(), torch.randn(6, 16)
+
+    def of(model, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x).square().mean()
+
+    kept = plan_of(model, of, batch, Mesh.of(d=ranks), "data")
+    split = {
+        v.name: type(kept.leaves[v.name]).split(len(v.shape), {0: kept.mesh.names})
+        for v in kept.capture.of_kind("parameter")
+    }
+    stored = replace(kept, leaves={**kept.leaves, **split})
+    for regathered in (frozenset(), frozenset(split)):
+        found = run(replace(again(stored, "layer"), again=regathered), model, batch)
+        same(found, run(stored, model, batch), 0.0)
+
+
 @pytest.mark.slow
 @pytest.mark.networks
 @pytest.mark.parametrize("names", [("layers.1",), ("layers.0.attention", "layers.1"), ("layers",)], ids=str)

@@ -62,7 +62,8 @@ class _Lowering:
         self.outputs: dict[str, str] = {}
         self._firsts = {block.name: block.nodes[0].name for block in plan.blocks}
         self.pending: dict[str, list[Transfer]] = {}  # first consuming node ("" for outputs) -> transfers
-        for transfer in plan.transfers:
+        # A recomputed block is one stretch of the program: what is done for it outside of it comes before it begins.
+        for transfer in sorted(plan.transfers, key=lambda each: bool(plan.block_of_transfer(each))):
             self.pending.setdefault(self._place(transfer), []).append(transfer)
         self.counts: dict[str, int] = {}
         self.readers: dict[str, Iterator[str]] = {}  # of shared casts: a variable for each of them
