@@ -200,16 +200,20 @@ def with_larger_batches(memory):
             parallel(larger).backward()
         except PlanError as error:
             refusals.append((times, str(error)))
-    return first, refusals
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(PlanError) as refused:
+        parallel(larger)
+    return first, refusals, str(refused.value)
 
 
 @pytest.mark.slow
 def test_a_later_batch_that_exceeds_the_budget_is_refused_with_its_bytes():
-    for first, refusals in run_ranks(2, with_larger_batches, 300_000, stay=True):
+    for first, refusals, within_autocast in run_ranks(2, with_larger_batches, 300_000, stay=True):
         assert first <= 300_000
         [(times, text)] = refusals
         assert times == 40
         came = f"batch[0]: [{40 * ROWS}, {WIDTH}], batch[1]: [{40 * ROWS}, {WIDTH}]"
         assert f"a batch with {came} came: no plan was found under" in text
         assert "a device holds 300.0 kB or less" in text
+        planned = "under autocast bfloat16, while the model was planned under no autocast: no plan was found"
+        assert f"a batch with {came} came, {planned}" in within_autocast
         assert "or more, more devices, a smaller batch, or an optimizer that keeps less" in text

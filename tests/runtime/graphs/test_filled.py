@@ -123,3 +123,24 @@ def test_what_a_batch_holds_is_seen_of_whole_numbers_on_the_cpu_alone():
     batch = [ones, mixed, ones.bool() & False, ones.double(), ones.to("meta"), torch.tensor(1), ones[:0]]
     assert filled_of(batch) == {(0, 1), (2, 0), (6, 0), (6, 1)}
     assert filled_of(batch, {(0, 1), (0, 0), (1, 1)}) == {(0, 1)}
+
+
+def padded_on_one():
+    """Pass a batch to a model planned for whole batches, which is padded on rank 1 alone; return the refusal."""
+    world = sw.init()
+    plain, padded, *_ = batches()
+    parallel = sw.parallelize(Padded().double(), loss_fn, plain, mode="data", batch="global")
+    for _ in range(5):  # of which the first are compared whole
+        parallel(plain)
+    with pytest.raises(sw.UsageError) as refused:
+        parallel(padded if world.rank == 1 else plain)
+    return str(refused.value)
+
+
+def test_a_batch_that_is_padded_on_one_rank_alone_is_refused_in_words_that_differ():
+    passed = "float64[6, 5, 8], int64[6, 5]"
+    for text in run_ranks(2, padded_on_one):
+        assert (
+            f"rank 0 passes a batch of {passed}, tensor 2 holding 1 in every entry, rank 1 passes a batch of {passed};"
+            in text
+        )

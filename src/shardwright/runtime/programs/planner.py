@@ -124,8 +124,9 @@ class Planner:
                 with waiting_for("planning"):
                     return make_plan(capture, self._alongside(first, storage, capture))
             except OverBudget as error:
+                unlike = _unlike_first(capture, first.capture)
                 evaluated = "; to evaluate alone, call it under torch.no_grad()" if kind == "fine-tuning" else ""
-                raise OverBudget(f"a batch with {shapes_of(capture)} came: {error}{evaluated}") from None
+                raise OverBudget(f"a batch with {shapes_of(capture)} came{unlike}: {error}{evaluated}") from None
 
         made = from_rank_zero(ranks_by_collectives("making the plan"), make)
         return known[made] if isinstance(made, int) else made
@@ -168,6 +169,16 @@ class Planner:
         ]
         with waiting_for(f"capturing {type(self.module).__name__}"):
             return self.captures.of(kind, tree_unflatten(whole, spec), filled)
+
+
+def _unlike_first(capture: Capture, first: Capture) -> str:
+    """Say that a step is called within another autocast than the first one, where it is."""
+    now, then = (
+        next((part for part in c.key.split(", ") if part.startswith("autocast ")), "") for c in (capture, first)
+    )
+    if now == then:
+        return ""
+    return f", under {now or 'no autocast'}, while the model was planned under {then or 'no autocast'}"
 
 
 def _internal(error: Exception) -> CaptureError:

@@ -304,4 +304,5 @@ def _said(step: Step, known: Sequence[Kept], left_out: str = "") -> str:
     words = f"passes a batch of {shown([leaf for _, leaf in tree_flatten(step.batch)[0] if isinstance(leaf, Tensor)])}"
     words += _IN_WORDS[step.kind]
     words += "".join(f" with {place} = {value!r}" for place, value in values.items())
+    words += "".join(f", tensor {place + 1} holding {number} in every entry" for place, number in sorted(step.filled))
     return words + (f", which it computes with {left_out} uncompiled" if left_out else "")
