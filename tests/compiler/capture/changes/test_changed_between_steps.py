@@ -147,6 +147,7 @@ class Settings:
     def __init__(self):
         self.scale, self.unread = 1.0, 0
         self.inner, self.table, self.array = SimpleNamespace(shift=0.0), {"power": 1.0}, np.array([1.0])
+        self.large = np.ones((2, 4096)).T
 
     @property
     def doubled(self):
@@ -161,7 +162,7 @@ class Reader(nn.Module):
     def forward(self, x):
         of = self.settings
         made = self.acts[0](self.act(self.linear(x)))
-        made = made * of.doubled * of.factor * float(of.array[0]) + of.inner.shift
+        made = made * of.doubled * of.factor * float(of.array[0] * of.large[5, 1]) + of.inner.shift
         return made.abs() ** of.table["power"] * SHARED.scale
 
 
@@ -178,6 +179,7 @@ CHANGES = {
     "what an object in it holds": lambda model: setattr(model.settings.inner, "shift", 0.5),
     "an entry of a table in it": lambda model: model.settings.table.update(power=2.0),
     "a number in an array in it": lambda model: model.settings.array.fill(0.5),
+    "a number in a large array in it": lambda model: model.settings.large.__setitem__((5, 1), 0.5),
     "of its class": lambda model: setattr(Settings, "factor", 2.0),
     "the object": new_settings,
     "a variable's attribute": lambda model: setattr(SHARED, "scale", 2.0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodType
@@ -36,7 +37,7 @@ _NUMBERS = (
 )  # of which Python takes some for equal that are not the same, and some for unlike
 _COMPARED = (FunctionType, BuiltinFunctionType, MethodDescriptorType, type)
 FUNCTIONS = (*_COMPARED, MethodType)
-_SMALL_BYTES = 4096  # of an array that is compared before each step
+_SMALL_BYTES = 4096  # of an array that is kept to be compared before each step; of larger ones a digest is
 _LONGEST = 64  # entries of a list that is compared before each step
 DEEPEST = 12  # collections inside of each other that are looked into
 MOST_LEAVES = 20_000  # of what stands in one value, at any depth
@@ -50,7 +51,7 @@ def plain(value: Any) -> Any:
 
 @never_raising(NOT_PLAIN)
 def comparable(value: Any) -> Any:
-    """Return `comparable` of a value, or what stands for a function, a class, a small array, or a set of these."""
+    """Return `comparable` of a value, or what stands for a function, a class, an array, or a set of these."""
     return _compared(value, _comparable_alone, (list, tuple, dict, set, frozenset, functools.partial))
 
 
@@ -82,8 +83,10 @@ def _plain_alone(value: Any) -> Any:
 
 
 def _comparable_alone(value: Any) -> Any:
-    if is_a(value, np.ndarray) and value.nbytes <= _SMALL_BYTES and not value.dtype.hasobject:
-        return type(value).__name__, str(value.dtype), value.shape, value.tobytes()
+    if is_a(value, np.ndarray) and not value.dtype.hasobject:
+        numbers = value.tobytes()
+        digest = numbers if len(numbers) <= _SMALL_BYTES else hashlib.blake2b(numbers).digest()
+        return type(value).__name__, str(value.dtype), value.shape, digest
     return value if is_a(value, (*PLAIN, *_COMPARED)) else NOT_PLAIN
 
 
