@@ -72,7 +72,7 @@ class Lockstep:
     def __init__(self, store: Store | None = None, rank: int = 0, size: int = 1) -> None:
         self._store, self._rank, self._size = store, rank, size
         self._patience = timedelta(seconds=PATIENCE_S + self._size / 1000)
-        self._begun: set[dist.Work] = set()  # collectives of a backward, which are to be waited for
+        self._begun: set[dist.Work] = set()  # collectives that are to be waited for, of a backward outside of calls
         self._number = 0  # of calls
         self._torn = 0  # the last call before which a backward of this rank ended with an error
         self._what, self._words = "", ""
@@ -120,6 +120,7 @@ class Lockstep:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, Exception):
             own_pulse().spoil()
+            self._begun.clear()  # of which others learn by this error
             self._fail(error)
             self._what = ""
 
@@ -191,7 +192,7 @@ class Lockstep:
             self.wait(work, in_turns)
 
     def begun(self, work: dist.Work) -> None:
-        """Note a collective of a backward: others learn of its end with an error where this is not waited for."""
+        """Note a collective that was begun: others learn of the end of a backward that did not wait for it."""
         self._begun.add(work)
 
     def wait(self, work: dist.Work, in_turns: bool = True) -> None:

@@ -175,3 +175,60 @@ def test_sums_have_one_order():
 
     # float32: ((1e8 + 1) - 1e8) + 1 = 1, whoever comes last
     assert simulate(Mesh.of(a=4), run) == [1.0] * 4
+
+
+def begun_of_each_kind(comm, x):
+    """The waits of one collective of each kind that can be begun, by its kind."""
+    return {
+        "all_reduce": comm.start_all_reduce(x[0], ("a",)),
+        "all_gather": comm.start_all_gather(x[1], ("a",)),
+        "reduce_scatter": comm.start_reduce_scatter(x[2], ("a",)),
+    }
+
+
+def test_what_is_begun_gives_what_it_gives_at_once():
+    def run(comm):
+        x = [torch.arange(6.0).view(2, 3) + 10 * comm.rank for _ in range(3)]
+        expected = (
+            comm.all_reduce(x[0].clone(), ("a",)),
+            comm.all_gather(x[1], ("a",)),
+            comm.reduce_scatter(x[2], ("a",)),
+        )
+        waits = begun_of_each_kind(comm, x)
+        unread = bool(x[0].isnan().all())
+        found = [wait() for wait in reversed(waits.values())][::-1]
+        same = [torch.equal(*pair) for pair in zip(found[1:], expected[1:], strict=True)]
+        return unread, torch.equal(x[0], expected[0]), *same
+
+    assert simulate(PAIR, run) == [(True,) * 4] * 2
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])
+def test_a_tensor_that_is_written_under_way_and_a_wait_that_is_missing_are_found(kind, dtype):
+    def run(comm, spoil):
+        x = [torch.ones(2, 3, dtype=dtype) for _ in range(3)]
+        waits = begun_of_each_kind(comm, x)
+        spoil(dict(zip(waits, x, strict=True)), waits)
+        for wait in waits.values():
+            wait()
+
+    def write(tensors, waits):
+        tensors[kind].view(-1)[4] = 0 if kind != "all_reduce" else 1
+
+    with pytest.raises(WorldError, match=rf"was written while {kind} over a of \w+\[2, 3\] was under way"):
+        simulate(PAIR, lambda comm: run(comm, write))
+    with pytest.raises(WorldError, match=rf"{kind} over a of \w+\[2, 3\] was begun, and not waited for"):
+        simulate(PAIR, lambda comm: run(comm, lambda tensors, waits: waits.pop(kind)))
+    with pytest.raises(WorldError, match=rf"{kind} over a of \w+\[2, 3\] is waited for twice"):
+        simulate(PAIR, lambda comm: run(comm, lambda tensors, waits: waits[kind]()))
+
+
+def test_what_is_begun_in_another_order_on_another_rank_is_found():
+    def run(comm):
+        x = torch.zeros(2)
+        starts = [comm.start_all_gather, comm.start_all_reduce]
+        return [start(x, ("a",)) for start in (starts if comm.rank else reversed(starts))]
+
+    with pytest.raises(WorldError, match="call different collectives"):
+        simulate(PAIR, run)

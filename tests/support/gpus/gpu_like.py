@@ -113,9 +113,17 @@ class OnGpus:
         self._take([tensor], sums=False)
         return torch.stack([tensor for _ in self.mesh.group(self.rank, axes)])
 
+    def start_all_gather(self, tensor: Tensor, axes: Axes) -> Callable[[], Tensor]:
+        gathered = self.all_gather(tensor, axes)
+        return lambda: gathered
+
     def reduce_scatter(self, rows: Tensor, axes: Axes) -> Tensor:
         self._take([rows], sums=True)
         return rows[self.mesh.group(self.rank, axes).index(self.rank)].clone()
+
+    def start_reduce_scatter(self, rows: Tensor, axes: Axes) -> Callable[[], Tensor]:
+        scattered = self.reduce_scatter(rows, axes)
+        return lambda: scattered
 
     def all_to_all(self, tensors: list[Tensor], axes: Axes) -> list[Tensor]:
         self._take(tensors, sums=False)

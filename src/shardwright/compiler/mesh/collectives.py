@@ -59,8 +59,14 @@ class Communicator(Protocol):
     def all_gather(self, tensor: Tensor, axes: Axes) -> Tensor:
         """Every member's tensor, as the rows of a new one."""
 
+    def start_all_gather(self, tensor: Tensor, axes: Axes) -> Callable[[], Tensor]:
+        """Begin an all-gather; what is returned waits for it, once. Until then nobody writes ``tensor``."""
+
     def reduce_scatter(self, rows: Tensor, axes: Axes) -> Tensor:
         """The sum over the members of the row that each of them has for this rank."""
+
+    def start_reduce_scatter(self, rows: Tensor, axes: Axes) -> Callable[[], Tensor]:
+        """Begin a reduce-scatter; what is returned waits for it, once. Until then nobody writes ``rows``."""
 
     def all_to_all(self, tensors: list[Tensor], axes: Axes) -> list[Tensor]:
         """Return what every member has for this rank."""

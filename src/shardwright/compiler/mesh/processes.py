@@ -10,7 +10,7 @@ rank is. A backend that does something faster does it inside its process group.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,9 @@ from shardwright.distributed.backends.group import backends_of
 from shardwright.distributed.backends.table import Backend, backend_moving
 from shardwright.distributed.lockstep import Lockstep
 from shardwright.errors import LoweringError, WorldError
+
+T = TypeVar("T")
+G = TypeVar("G", Tensor, list[Tensor])
 
 # torch 2.13 gave these new names and deprecated the old ones, which are all that 2.11 has.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -138,44 +141,96 @@ class ProcessCommunicator:
         return finish
 
     def all_gather(self, tensor: Tensor, axes: Axes) -> Tensor:
+        return self._gathering(tensor, axes, at_once=True)()
+
+    def start_all_gather(self, tensor: Tensor, axes: Axes) -> Callable[[], Tensor]:
+        return self._gathering(tensor, axes, at_once=False)
+
+    def _gathering(self, tensor: Tensor, axes: Axes, at_once: bool) -> Callable[[], Tensor]:
         rows = tensor.new_empty(self.mesh.extent(axes), *tensor.shape)
         channel = self._channel(axes, tensor)
         if channel is None:
-            return rows.copy_(tensor.unsqueeze(0))
+            rows.copy_(tensor.unsqueeze(0))
+            return lambda: rows
         flat = moved(rows, channel.backend).view(-1), moved(tensor, channel.backend).view(-1)
-        self._run(all_gather_single, *flat, channel=channel)
-        return rows
+        wait = self._begin(all_gather_single, *flat, channel=channel, at_once=at_once)
+
+        def finish() -> Tensor:
+            wait()
+            return rows
+
+        return finish
 
     def reduce_scatter(self, rows: Tensor, axes: Axes) -> Tensor:
+        return self._scattering(rows, axes, at_once=True)()
+
+    def start_reduce_scatter(self, rows: Tensor, axes: Axes) -> Callable[[], Tensor]:
+        return self._scattering(rows, axes, at_once=False)
+
+    def _scattering(self, rows: Tensor, axes: Axes, at_once: bool) -> Callable[[], Tensor]:
         channel, numbers = self._summing(axes, rows)
         if channel is None:
-            return rows[0]
+            return lambda: rows[0]
         if not channel.backend.reduce_scatters:
-            rows = self._exchanged(rows, channel)
-            brought = rows if numbers is None else numbers.made(rows)
-            scattered = brought.sum(0, dtype=brought.dtype)
-        else:
-            given = rows if numbers is None else numbers.made(rows)
-            scattered = torch.empty_like(given[0])
-            self._run(reduce_scatter_single, scattered.view(-1), given.view(-1), channel=channel)
-        return scattered if numbers is None else numbers.back(scattered)
+            exchanged = self._exchanging(rows, channel, at_once)
+
+            def finish() -> Tensor:
+                received = exchanged()
+                brought = received if numbers is None else numbers.made(received)
+                scattered = brought.sum(0, dtype=brought.dtype)
+                return scattered if numbers is None else numbers.back(scattered)
+
+            return finish
+        given = rows if numbers is None else numbers.made(rows)
+        scattered = torch.empty_like(given[0])
+        wait = self._begin(reduce_scatter_single, scattered.view(-1), given.view(-1), channel=channel, at_once=at_once)
+
+        def finish_sum() -> Tensor:
+            wait()
+            return scattered if numbers is None else numbers.back(scattered)
+
+        return finish_sum
 
     def all_to_all(self, tensors: list[Tensor], axes: Axes) -> list[Tensor]:
         channel = self._channel(axes, tensors[0])
-        return tensors if channel is None else list(self._exchanged(torch.stack(tensors), channel).unbind())
+        return tensors if channel is None else list(self._exchanging(torch.stack(tensors), channel, True)().unbind())
 
-    def _exchanged(self, sent: Tensor, channel: _Channel) -> Tensor:
-        """Return what every member has for this rank, each as a row of ``sent``."""
+    def _exchanging(self, sent: Tensor, channel: _Channel, at_once: bool) -> Callable[[], Tensor]:
+        """Begin to give every member what is for it; what is returned waits for theirs, each as a row of ``sent``."""
         received = torch.empty_like(sent)
         pair = moved(received, channel.backend), moved(sent, channel.backend)
-        self._run(dist.all_to_all_single, *pair, channel=channel)
-        return received
+        wait = self._begin(dist.all_to_all_single, *pair, channel=channel, at_once=at_once)
 
-    def _run(self, collective: Callable[..., dist.Work | None], *tensors: Tensor, channel: _Channel) -> None:
+        def finish() -> Tensor:
+            wait()
+            return received
+
+        return finish
+
+    def _begin(
+        self, collective: Callable[..., dist.Work | None], *tensors: Tensor, channel: _Channel, at_once: bool
+    ) -> Callable[[], None]:
+        """Begin a collective; what is returned waits for it, and until then keeps what it reads and writes.
+
+        On GPUs a collective that is waited for ``at_once`` runs on the computing stream. Any other runs on a stream of
+        NCCL's, after what the computing stream was given so far. To wait is ``work.wait()``, which has the computing
+        stream wait, and not the program. Memory of the tensors is not given to others before: torch's
+        ProcessGroupNCCL keeps them until then, provided that the stream that waits is the one that made them.
+        """
         in_turns = channel.backend.waits_in_turns
-        work = collective(*tensors, group=channel.group, async_op=in_turns)
-        if work is not None:
-            self._lockstep.wait(work, in_turns)
+        work = collective(*tensors, group=channel.group, async_op=in_turns or not at_once)
+        if work is None:  # it has ended
+            return lambda: None
+        begun = work
+        if not at_once:
+            self._lockstep.begun(begun)
+
+        def wait() -> None:
+            nonlocal tensors
+            self._lockstep.wait(begun, in_turns)
+            tensors = ()
+
+        return wait
 
 
 class WatchedCommunicator:
@@ -187,45 +242,41 @@ class WatchedCommunicator:
         self.prepare, self.close = communicator.prepare, communicator.close
 
     def all_reduce(self, tensor: Tensor, axes: Axes) -> Tensor:
-        self._note(b"all_reduce", begins=True)
-        try:
-            return self._communicator.all_reduce(tensor, axes)
-        finally:
-            self._note(b"")
+        return self._inside(b"all_reduce", self._communicator.all_reduce, tensor, axes)
 
     def start_all_reduce(self, tensor: Tensor, axes: Axes) -> Callable[[], None]:
-        self._note(b"all_reduce", begins=True)
+        return self._begun(b"all_reduce", self._communicator.start_all_reduce, tensor, axes)
+
+    def all_gather(self, tensor: Tensor, axes: Axes) -> Tensor:
+        return self._inside(b"all_gather", self._communicator.all_gather, tensor, axes)
+
+    def start_all_gather(self, tensor: Tensor, axes: Axes) -> Callable[[], Tensor]:
+        return self._begun(b"all_gather", self._communicator.start_all_gather, tensor, axes)
+
+    def reduce_scatter(self, rows: Tensor, axes: Axes) -> Tensor:
+        return self._inside(b"reduce_scatter", self._communicator.reduce_scatter, rows, axes)
+
+    def start_reduce_scatter(self, rows: Tensor, axes: Axes) -> Callable[[], Tensor]:
+        return self._begun(b"reduce_scatter", self._communicator.start_reduce_scatter, rows, axes)
+
+    def all_to_all(self, tensors: list[Tensor], axes: Axes) -> list[Tensor]:
+        return self._inside(b"all_to_all", self._communicator.all_to_all, tensors, axes)
+
+    def _inside(self, name: bytes, collective: Callable[[G, Axes], T], given: G, axes: Axes) -> T:
+        self._note(name, begins=True)
         try:
-            wait = self._communicator.start_all_reduce(tensor, axes)
+            return collective(given, axes)
         finally:
             self._note(b"")
 
-        def finish() -> None:
-            self._note(b"all_reduce")
+    def _begun(self, name: bytes, start: Callable[[G, Axes], Callable[[], T]], given: G, axes: Axes) -> Callable[[], T]:
+        wait = self._inside(name, start, given, axes)
+
+        def finish() -> T:
+            self._note(name)
             try:
-                wait()
+                return wait()
             finally:
                 self._note(b"")
 
         return finish
-
-    def all_gather(self, tensor: Tensor, axes: Axes) -> Tensor:
-        self._note(b"all_gather", begins=True)
-        try:
-            return self._communicator.all_gather(tensor, axes)
-        finally:
-            self._note(b"")
-
-    def reduce_scatter(self, rows: Tensor, axes: Axes) -> Tensor:
-        self._note(b"reduce_scatter", begins=True)
-        try:
-            return self._communicator.reduce_scatter(rows, axes)
-        finally:
-            self._note(b"")
-
-    def all_to_all(self, tensors: list[Tensor], axes: Axes) -> list[Tensor]:
-        self._note(b"all_to_all", begins=True)
-        try:
-            return self._communicator.all_to_all(tensors, axes)
-        finally:
-            self._note(b"")

@@ -4,6 +4,9 @@ Each rank is a thread, and one thread runs at a time: rank 0 until its first col
 collective is computed by the last of its members to come to it. Every run of a function is thus the same run, sums have
 one order, a deadlock is seen at once instead of after a timeout, and each rank has its own stream of the default
 random generator, which starts where the caller's stands, as in processes that are seeded alike.
+
+A collective that is begun gives its numbers where it is waited for, and finds out what would go wrong with one that
+runs beside the program: numbers that are read before, tensors that are written before, and waits that are left out.
 """
 
 from __future__ import annotations
@@ -46,17 +49,44 @@ class _Call:
         return self.kind, *((tensor.dtype, tensor.shape) for tensor in self.tensors)
 
     def __str__(self) -> str:
-        tensors = " ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in self.tensors)
+        tensors = " ".join(map(_described, self.tensors))
         return f"{self.kind} over {', '.join(self.axes)} among ranks {list(self.group)} of {tensors}"
 
 
+def _described(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+class _Begun:
+    """A collective that was begun, until it is waited for: nobody writes ``tensor`` before."""
+
+    def __init__(self, call: str, tensor: Tensor) -> None:
+        self.call, self._tensor, self._copy = call, tensor.detach(), tensor.detach().clone()
+
+    def check(self) -> None:
+        """Check that nobody has; raise `WorldError` if somebody has."""
+        if not torch.equal(*(x.contiguous().view(-1).view(torch.uint8) for x in (self._tensor, self._copy))):
+            raise WorldError(f"a tensor was written while {self.call} was under way, before it was waited for")
+
+
+def nobodys_numbers(tensor: Tensor) -> Tensor:
+    """Return other numbers for a tensor than it has, by which whoever reads them is found out: NaN where it can be."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return torch.full_like(tensor, torch.nan)
+    return tensor.bitwise_not()
+
+
 class SimulatedCommunicator:
-    """The `Communicator` of one simulated rank. ``collectives`` are those that it took part in, in order."""
+    """The `Communicator` of one simulated rank. ``collectives`` are those that it took part in, in order.
+
+    ``begun`` are those that were begun, and not waited for.
+    """
 
     def __init__(self, mesh: Mesh, rank: int, wait: Callable[[int, _Call], list[Tensor]]) -> None:
         self.mesh = mesh
         self.rank = rank
         self.collectives: list[Collective] = []
+        self.begun: list[_Begun] = []
         self._wait = wait
 
     def prepare(self, axes_sets: Iterable[Axes]) -> None:
@@ -69,12 +99,14 @@ class SimulatedCommunicator:
         return tensor.copy_(self._call("all_reduce", [tensor], axes)[0])
 
     def start_all_reduce(self, tensor: Tensor, axes: Axes) -> Callable[[], None]:
-        """Until it is waited for, the tensor holds no numbers, so that whoever reads them is found out."""
+        """Until it is waited for, the tensor holds other numbers."""
         summed = self.all_reduce(tensor, axes).clone()
-        if tensor.is_floating_point() or tensor.is_complex():
-            tensor.fill_(torch.nan)
+        with torch.no_grad():
+            tensor.copy_(nobodys_numbers(tensor))
+        wait = self._start("all_reduce", tensor, axes)
 
         def finish() -> None:
+            wait()
             with torch.no_grad():
                 tensor.copy_(summed)
 
@@ -83,8 +115,29 @@ class SimulatedCommunicator:
     def all_gather(self, tensor: Tensor, axes: Axes) -> Tensor:
         return torch.stack(self._call("all_gather", [tensor], axes))
 
+    def start_all_gather(self, tensor: Tensor, axes: Axes) -> Callable[[], Tensor]:
+        gathered, wait = self.all_gather(tensor, axes), self._start("all_gather", tensor, axes)
+        return lambda: (wait(), gathered)[1]
+
     def reduce_scatter(self, rows: Tensor, axes: Axes) -> Tensor:
         return self._call("reduce_scatter", list(rows.unbind()), axes)[0]
+
+    def start_reduce_scatter(self, rows: Tensor, axes: Axes) -> Callable[[], Tensor]:
+        scattered, wait = self.reduce_scatter(rows, axes), self._start("reduce_scatter", rows, axes)
+        return lambda: (wait(), scattered)[1]
+
+    def _start(self, kind: CollectiveKind, tensor: Tensor, axes: Axes) -> Callable[[], None]:
+        """Note that a collective was begun; what is returned checks that it is waited for once, and notes it."""
+        begun = _Begun(f"{kind} over {', '.join(axes)} of {_described(tensor)}", tensor)
+        self.begun.append(begun)
+
+        def finish() -> None:
+            if begun not in self.begun:
+                raise WorldError(f"{begun.call} is waited for twice")
+            self.begun.remove(begun)
+            begun.check()
+
+        return finish
 
     def all_to_all(self, tensors: list[Tensor], axes: Axes) -> list[Tensor]:
         return self._call("all_to_all", tensors, axes)
@@ -188,7 +241,9 @@ class _Simulation:
         rank = self.ranks[index]
         try:
             with torch.set_grad_enabled(self.grad_enabled):
-                rank.result = self.fn(SimulatedCommunicator(self.mesh, index, self._call))
+                rank.result = self.fn(comm := SimulatedCommunicator(self.mesh, index, self._call))
+            if comm.begun:
+                raise WorldError(f"{comm.begun[0].call} was begun, and not waited for")
         except _Abandoned:
             return
         except BaseException as error:
