@@ -50,7 +50,7 @@ import torch, torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 import shardwright as sw
-from shardwright.compiler.plan.prices import Prices
+from shardwright.compiler.plan.timing.prices import Prices
 from shardwright.compiler.plan.pricing.hardware import read_hardware
 from shardwright.runtime.programs.planner import hardware_of
 from shardwright.training.zoo import GPT

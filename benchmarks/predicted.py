@@ -32,8 +32,8 @@ WAYS = {"ours": "data", "ours-auto": "auto"}
 def inside(options: argparse.Namespace) -> None:
     """What each rank runs."""
     import shardwright as sw
-    from shardwright.compiler.plan.prices import Prices
     from shardwright.compiler.plan.pricing.hardware import read_hardware
+    from shardwright.compiler.plan.timing.prices import Prices
     from shardwright.runtime.programs.planner import hardware_of
 
     world = sw.init()

@@ -29,11 +29,11 @@ from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.mesh.simulate import simulate
 from shardwright.compiler.plan.make import make_plan
 from shardwright.compiler.plan.plan import Plan
-from shardwright.compiler.plan.prices import gathered_again, repeated_costs
 from shardwright.compiler.plan.pricing.cost import Objective
 from shardwright.compiler.plan.pricing.hardware import Hardware, for_device
 from shardwright.compiler.plan.pricing.links import Curve, Segment
 from shardwright.compiler.plan.request import PlanRequest
+from shardwright.compiler.plan.timing.prices import gathered_again, repeated_costs
 from shardwright.runtime.compiled.compiler import Compiler
 from shardwright.runtime.programs.buckets import GradientReduction
 from shardwright.runtime.programs.execute import Execution, Outputs, StepArguments

@@ -8,8 +8,8 @@ from browser import opened
 from torch import nn
 from torch.nn import functional as F
 
-from shardwright.compiler.plan.prices import Prices
 from shardwright.compiler.plan.pricing.hardware import read_hardware
+from shardwright.compiler.plan.timing.prices import Prices
 from shardwright.compiler.report.plans.html import document_of, events_of, in_html, save_html
 from shardwright.errors import PlanError
 from shardwright.training.zoo import GPT, TwoMatmuls, resnet50

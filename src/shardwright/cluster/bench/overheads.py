@@ -17,9 +17,9 @@ from shardwright.cluster.bench.device import DeviceSpeeds, slowest_s
 from shardwright.cluster.bench.stopwatch import beyond_caches, cache_bytes
 from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.mesh.mesh import Mesh
-from shardwright.compiler.plan.prices import Prices
 from shardwright.compiler.plan.pricing.hardware import Hardware, Updating
 from shardwright.compiler.plan.pricing.memory import updated_times
+from shardwright.compiler.plan.timing.prices import Prices
 from shardwright.distributed.world import World
 from shardwright.runtime.freed_memory import keep_freed_memory
 from shardwright.runtime.parallel import parallelize

@@ -18,7 +18,6 @@ from shardwright.common.words import in_bytes, in_time
 from shardwright.compiler.capture.ir import Node, Value
 from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.plan.decisions import Decisions
-from shardwright.compiler.plan.prices import Communication, Prices
 from shardwright.compiler.plan.pricing.cost import Seconds
 from shardwright.compiler.plan.pricing.graph import target_of
 from shardwright.compiler.plan.pricing.hardware import Hardware
@@ -27,6 +26,7 @@ from shardwright.compiler.plan.search.problem import CostCache, Problem, Solutio
 from shardwright.compiler.plan.searches import SEARCHES
 from shardwright.compiler.plan.spaces import choices_of
 from shardwright.compiler.plan.text import in_tuples, joined, short, table, template
+from shardwright.compiler.plan.timing.prices import Communication, Prices
 from shardwright.compiler.rules.notation import OpRule, Strategy
 from shardwright.errors import PlanError, UsageError
 

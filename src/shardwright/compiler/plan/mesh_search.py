@@ -18,7 +18,6 @@ from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.plan.decisions import Transfer
 from shardwright.compiler.plan.device_memory import DeviceMemory
 from shardwright.compiler.plan.plan import Plan, plan_of
-from shardwright.compiler.plan.prices import gathered_again, repeated_costs
 from shardwright.compiler.plan.pricing.cost import Objective
 from shardwright.compiler.plan.pricing.memory import local_bytes
 from shardwright.compiler.plan.request import PlanRequest
@@ -30,6 +29,7 @@ from shardwright.compiler.plan.search.search import PreparedSearch, least_cost, 
 from shardwright.compiler.plan.searches import SEARCHES, Search
 from shardwright.compiler.plan.spaces import in_parts, space_of, tensor_space
 from shardwright.compiler.plan.text import held_by_kind
+from shardwright.compiler.plan.timing.prices import gathered_again, repeated_costs
 from shardwright.errors import PlanError
 
 LAST = 8  # plans whose decisions may be asked about again

@@ -13,7 +13,6 @@ from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.plan.decisions import Decisions
 from shardwright.compiler.plan.mesh_search import EQUAL, MeshSearch, search_mesh
 from shardwright.compiler.plan.plan import Plan
-from shardwright.compiler.plan.prices import Prices
 from shardwright.compiler.plan.pricing.cost import Seconds
 from shardwright.compiler.plan.pricing.graph import RuledGraph
 from shardwright.compiler.plan.pricing.links import link_along
@@ -25,6 +24,7 @@ from shardwright.compiler.plan.search.search import floor_of
 from shardwright.compiler.plan.searches import SEARCHES, Search, SearchName
 from shardwright.compiler.plan.spaces import meshes_for, space_of
 from shardwright.compiler.plan.text import in_unit
+from shardwright.compiler.plan.timing.prices import Prices
 from shardwright.errors import PlanError, StrategyError
 
 

@@ -9,12 +9,12 @@ import torch
 from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.plan.make import make_plan
-from shardwright.compiler.plan.prices import Prices
 from shardwright.compiler.plan.pricing.graph import RuledGraph
 from shardwright.compiler.plan.pricing.hardware import shipped
 from shardwright.compiler.plan.request import PlanRequest
 from shardwright.compiler.plan.searches import SEARCHES
 from shardwright.compiler.plan.spaces import space_of
+from shardwright.compiler.plan.timing.prices import Prices
 from shardwright.errors import PlanError
 
 # Gradients of a quarter of a bucket and more begin to be reduced when they are there.

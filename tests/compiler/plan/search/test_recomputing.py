@@ -12,7 +12,6 @@ from models import NETWORKS, Transformer
 from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.plan import make, mesh_search, meshes
-from shardwright.compiler.plan.prices import repeated_costs
 from shardwright.compiler.plan.pricing.cost import Seconds
 from shardwright.compiler.plan.pricing.hardware import shipped
 from shardwright.compiler.plan.pricing.memory import ADAMW
@@ -21,6 +20,7 @@ from shardwright.compiler.plan.search import search
 from shardwright.compiler.plan.search.choices import OverBudget
 from shardwright.compiler.plan.search.exact import Table, cost_at
 from shardwright.compiler.plan.search.weights import Weights
+from shardwright.compiler.plan.timing.prices import repeated_costs
 from shardwright.errors import PlanError
 from whole import true_cost
 

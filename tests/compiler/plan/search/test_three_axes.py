@@ -12,10 +12,10 @@ from torch.nn import functional as F
 from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.plan.make import make_plan
-from shardwright.compiler.plan.prices import Prices
 from shardwright.compiler.plan.pricing.hardware import shipped
 from shardwright.compiler.plan.request import PlanRequest
 from shardwright.compiler.plan.search.choices import OverBudget
+from shardwright.compiler.plan.timing.prices import Prices
 from shardwright.training.zoo import GPT
 
 SCRIPT = Path(__file__).parents[4] / "benchmarks" / "plan_models.py"

@@ -13,11 +13,11 @@ from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.plan.baselines import BASELINES, fully_sharded, tensor_parallel
 from shardwright.compiler.plan.make import make_plan
-from shardwright.compiler.plan.prices import Prices
 from shardwright.compiler.plan.pricing.graph import RuledGraph
 from shardwright.compiler.plan.pricing.hardware import read_hardware
 from shardwright.compiler.plan.request import PlanRequest
 from shardwright.compiler.plan.spaces import in_parts
+from shardwright.compiler.plan.timing.prices import Prices
 from shardwright.compiler.report.plans.comparison import comparison, with_known_plans
 from whole import plain, run, same
 

@@ -14,9 +14,9 @@ from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.plan.explain import Explainer
 from shardwright.compiler.plan.make import make_plan
-from shardwright.compiler.plan.prices import Prices
 from shardwright.compiler.plan.pricing.hardware import read_hardware
 from shardwright.compiler.plan.request import PlanRequest
+from shardwright.compiler.plan.timing.prices import Prices
 from shardwright.errors import PlanError, UsageError
 
 H100 = read_hardware("h100")

@@ -10,11 +10,11 @@ from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.mesh.redistribute import Collective
 from shardwright.compiler.plan.make import make_plan
-from shardwright.compiler.plan.prices import Prices
 from shardwright.compiler.plan.pricing.cost import Seconds
 from shardwright.compiler.plan.pricing.hardware import Updating, shipped
 from shardwright.compiler.plan.pricing.memory import ADAMW, states_of
 from shardwright.compiler.plan.request import PlanRequest
+from shardwright.compiler.plan.timing.prices import Prices
 
 CPU = replace(shipped("cpu_host"), launch_s=1e-3, flops=(("float32", 1e9),), memory_bandwidth=1e8)
 WIDTH, ROWS = 256, 64

@@ -3,11 +3,11 @@
 Seconds: an operator takes the longest of its share of flops, its share of bytes and the launch, and of the others the
 part that the hardware does not overlap (`Hardware.at_once`); three times that with its backward. A collective takes
 what the hardware's curve says for its kind, its bytes, its number of ranks and its link (`Hardware.collective_s`).
-Nothing overlaps in such a sum: `plan.prices` subtracts the communication of gradients that is hidden, and
+Nothing overlaps in such a sum: `plan.timing` subtracts the communication of gradients that is hidden, and
 `Seconds.hiding` gives bounds of it that are sums. A parameter takes the optimizer's update, which reads its shard, the
 gradient and the states, and writes all of them but the gradient (`Hardware.updating`), and a little more where it is
 sharded. Other leaves cost nothing. What any step takes besides (`Hardware.around_s`) decides nothing, and is added by
-`plan.prices`.
+`plan.timing`.
 
 Programs join the gradients of replicated parameters into buckets, and the all-gathers of small sharded parameters into
 one. What the backward gathers again is joined in no more memory than another collective of the plan takes.

@@ -8,10 +8,10 @@ from typing import Any
 from shardwright.common.words import in_bytes, in_time
 from shardwright.compiler.plan.baselines import BASELINES
 from shardwright.compiler.plan.plan import Plan
-from shardwright.compiler.plan.prices import Prices
 from shardwright.compiler.plan.pricing.hardware import Hardware
 from shardwright.compiler.plan.request import PlanRequest
 from shardwright.compiler.plan.text import table
+from shardwright.compiler.plan.timing.prices import Prices
 from shardwright.errors import PlanError
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from shardwright.compiler.plan.plan import Plan
-from shardwright.compiler.plan.prices import Prices
 from shardwright.compiler.plan.pricing.hardware import Hardware
+from shardwright.compiler.plan.timing.prices import Prices
 
 
 def expected(plan: Plan, hardware: Hardware) -> dict[str, Any]:

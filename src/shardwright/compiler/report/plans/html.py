@@ -12,8 +12,8 @@ from shardwright.compiler.capture.ir import Node
 from shardwright.compiler.plan.decisions import Transfer
 from shardwright.compiler.plan.explain import Explainer
 from shardwright.compiler.plan.plan import Plan
-from shardwright.compiler.plan.prices import Prices
 from shardwright.compiler.plan.pricing.hardware import Hardware
+from shardwright.compiler.plan.timing.prices import Prices
 from shardwright.compiler.report.pages.page import page_of, save_page
 from shardwright.compiler.report.plans.summary import PlanSummary, plan_summary
 from shardwright.compiler.report.plans.tree import FoldedModule, FoldedOperator, Tree

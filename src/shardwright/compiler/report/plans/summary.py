@@ -17,10 +17,10 @@ from shardwright.compiler.lower.liveness import peak_of
 from shardwright.compiler.lower.lower import lower
 from shardwright.compiler.plan.decisions import Decisions
 from shardwright.compiler.plan.plan import Plan
-from shardwright.compiler.plan.prices import Communication, Prices
 from shardwright.compiler.plan.pricing.cost import BACKWARD, work_of
 from shardwright.compiler.plan.pricing.hardware import Hardware
 from shardwright.compiler.plan.text import joined, search_of, template
+from shardwright.compiler.plan.timing.prices import Communication, Prices
 
 Slices = tuple[tuple[int, ...], ...]
 

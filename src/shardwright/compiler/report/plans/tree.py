@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from shardwright.compiler.capture.ir import Node
 from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.plan.plan import Plan
-from shardwright.compiler.plan.prices import Communication, Prices
 from shardwright.compiler.plan.text import joined, template
+from shardwright.compiler.plan.timing.prices import Communication, Prices
 
 
 @dataclass(frozen=True)
