@@ -1,7 +1,8 @@
 """Hold many random programs against plain PyTorch, and tell of all that is found.
 
-Type ``.venv/bin/python tests/programs/random/explore.py --examples 5000``. What is found is sorted by what was said,
-and the first program of each kind is printed with as few steps as show it.
+Type ``.venv/bin/python tests/programs/random/explore.py --examples 5000`` before a change of the compiler is done: the
+tests hold 400 programs, this as many as you have time for. What is found is sorted by what was said, and the first
+program of each kind is printed with as few steps as show it.
 """
 
 from __future__ import annotations

@@ -38,10 +38,11 @@ def test_random_programs(first):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(4 * 3600)
+@pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore")
-def test_thousands_of_random_programs():
-    hold_many(5000, plans=2, longest=20)
+def test_longer_random_programs():
+    """300 of them; explore.py holds thousands."""
+    hold_many(300, plans=2, longest=20)
 
 
 def draft(*steps, **options):
