@@ -123,27 +123,6 @@ def test_every_dtype_keeps_the_bounds(dtype):
     assert abs(float(draws.randn(6, *PLACE, (N,), dtype, CPU).double().var()) - 1) < 0.04
 
 
-def test_a_float_that_would_round_up_to_the_end_begins_again():
-    drawn = draws.randint(1, 0, (1 << 24) + 1, *PLACE, (N,), torch.float32, CPU)
-    assert drawn.max() < (1 << 24) + 1
-    assert (draws._between(torch.tensor([0.9999999]), 0, 1, torch.bfloat16)) == 0
-
-
-def test_complex_normals_have_parts_of_their_own():
-    drawn = draws.randn(1, *PLACE, (N,), torch.complex128, CPU)
-    assert stats.kstest(drawn.real.numpy() * math.sqrt(2), "norm").pvalue > SURE
-    assert stats.kstest(drawn.imag.numpy() * math.sqrt(2), "norm").pvalue > SURE
-    assert abs(torch.corrcoef(torch.stack([drawn.real, drawn.imag]))[0, 1]) < 0.02
-
-
-def test_fine_numbers_are_the_coarse_ones_and_more():
-    coarse = randomness.uniform(3, *PLACE, (N,), CPU).double()
-    fine = randomness.fine(3, *PLACE, (N,), CPU)
-    assert ((fine - coarse) > 0).all()
-    assert ((fine - coarse) < 2.0**-24).all()
-    assert stats.kstest(((fine - coarse) * 2**24).numpy(), "uniform").pvalue > SURE
-
-
 def test_a_gradient_flows_by_the_slopes_and_not_into_what_was_drawn_by():
     x = torch.tensor([-2.0, 3.0, -1.0], requires_grad=True)
     y, slopes = draws.rrelu(x, 0.1, 0.4, 1, (3,), (0,), True)

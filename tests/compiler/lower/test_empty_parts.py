@@ -156,11 +156,10 @@ def batch_of(rows):
 
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("kind", ["data", "auto", "split", "recomputed", "gathered", "both"])
-@pytest.mark.parametrize("rows", [6, pytest.param(2, marks=pytest.mark.slow)])
-def test_all_ranks_make_the_same_calls_and_the_numbers_are_those_of_one_device(name, kind, rows):
+def test_all_ranks_make_the_same_calls_and_the_numbers_are_those_of_one_device(name, kind):
     torch.manual_seed(0)
     make, loss_fn = PROGRAMS[name]
-    model, batch = make().double(), batch_of(rows)
+    model, batch = make().double(), batch_of(6)
     plan = planned(captured_step(model, loss_fn, batch, {}), kind)
     expected = plain(model, loss_fn, batch)
     for bucket_bytes in (1, None):

@@ -19,22 +19,6 @@ def loss_fn(model, batch):
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-def test_those_of_a_network_in_uneven_parts_are_gathered_together_and_give_what_one_device_gives(monkeypatch):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 96), nn.Linear(96, 96)).double()
-    batch = torch.randn(10, 8).double(), torch.randint(96, (10,))
-    graph = RuledGraph.of(captured_step(model, loss_fn, batch, {}))
-    plan = fully_sharded(graph, PlanRequest(Mesh.of(d=3)))
-    program = lower(plan, 0)
-    gathers = [i for i in program.instructions if "all_gather" in i.call.source]
-    assert [(i.kind, len(i.outputs), i.regathers) for i in gathers] == [("joined", 7, 0), ("redistribution", 1, 1)]
-    same(run(plan, model, batch), plain(model, loss_fn, batch), 1e-12)
-    assert communicated(plan, model, batch, monkeypatch) == planned(plan)
-    scattered = [c.bytes for c in collectives_of(program, {"reduced": 1}) if c.kind == "reduce_scatter"]
-    assert len(scattered) == 2
-    assert sum(scattered) == planned(plan)["reduce_scatter", plan.mesh.names]
-
-
 def test_neighbours_that_the_backward_gathers_again_are_in_no_more_memory_than_the_largest_collective(monkeypatch):
     torch.manual_seed(0)
     layers = (layer for _ in range(5) for layer in (nn.Linear(97, 97, bias=False), nn.GELU()))

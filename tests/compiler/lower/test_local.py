@@ -9,7 +9,7 @@ from rulecheck import Invocation, rule_for, site_of, whole
 from shardwright.compiler.capture.ir import NAMES_OF_PROGRAMS
 from shardwright.compiler.capture.operators import OPERATORS
 from shardwright.compiler.capture.step import captured_step
-from shardwright.compiler.lower.call import COMM, Call, random_key
+from shardwright.compiler.lower.call import Call
 from shardwright.compiler.lower.local import LOCALISERS, localise
 from shardwright.compiler.lower.lower import lower
 from shardwright.compiler.lower.site import ANY_DEVICE
@@ -36,11 +36,6 @@ def x(*shape: int) -> torch.Tensor:
     return torch.randn(shape, dtype=torch.float64)
 
 
-def test_most_operators_run_as_they_are():
-    plain = Call("torch.ops.aten.softmax.int", (Operand(0), 1))
-    assert calls("softmax.int", (x(4, 3), 1), {"d0": ["a"]}) == [plain, plain]
-
-
 def test_the_bias_joins_on_the_first_rank():
     first, second = calls("linear.default", (x(3, 4), x(5, 4), x(5)), {"k": ["a"]})
     operands = (Operand(0), Operand(1), Operand(2))
@@ -57,37 +52,9 @@ def test_shapes_are_those_of_the_part_and_ranges_start_at_it():
     assert [c.args for c in calls("arange.start_step", (1, 11, 2), {"i": ["a"]})] == [(1, 7, 2), (7, 11, 2)]
 
 
-def test_group_norm_gets_its_local_numbers():
-    first, _ = calls("native_group_norm.default", (x(6, 8, 5), x(8), x(8), 6, 8, 5, 4, 1e-5), {"n": ["a"]})
-    assert first.args[3:] == (3, 8, 5, 4, 1e-5)
-    first, _ = calls("native_group_norm.default", (x(6, 8, 5), x(8), x(8), 6, 8, 5, 4, 1e-5), {"g": ["a"]})
-    assert first.args[3:] == (6, 4, 5, 2, 1e-5)
-
-
-def test_random_operators_know_where_their_part_starts():
-    _, second = calls("native_dropout.default", (x(5, 4), 0.1, True), {"*1": ["a"]})
-    assert second == Call("draws.native_dropout", (Operand(0), 0.1, random_key(7), [5, 4], [3, 0], [2, 4]))
-
-
-def test_batch_norm_knows_how_many_values_every_rank_has():
-    args = (x(5, 4, 3), x(4), x(4), True, 0.1, 1e-5)
-    first, second = calls("_native_batch_norm_legit.no_stats", args, {"n": ["a"]})
-    assert first == second == Call("kernels.batch_norm", (*map(Operand, range(3)), 1e-5, COMM, ("a",), [9, 6]))
-
-
-def test_an_empty_part_makes_nothing():
-    *_, last = calls("relu.default", (x(2, 3),), {"*1": ["a"]}, Mesh.of(a=3))
-    assert last == Call("kernels.nothing", ([[0, 3]], [torch.float64], [False], Operand(0)))
-
-
 def test_what_is_made_from_nothing_is_made_on_the_device_of_the_run():
     first, _ = calls("zeros.default", ((4, 2),), {"*1": ["a"]})
     assert first == Call("torch.ops.aten.zeros.default", ([2, 2],), (("device", ANY_DEVICE),))
-
-
-def test_gradients_of_tables_are_dense():
-    first, _ = calls("embedding.default", (x(4, 2), torch.arange(4), -1, False, True), {"d": ["a"]})
-    assert first.args == (Operand(0), Operand(1), -1, False, False)
 
 
 def test_every_operator_that_draws_has_a_local_form():

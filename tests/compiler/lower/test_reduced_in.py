@@ -17,7 +17,6 @@ from shardwright.compiler.plan.baselines import data_parallel, fully_sharded
 from shardwright.compiler.plan.make import make_plan
 from shardwright.compiler.plan.pricing.graph import RuledGraph
 from shardwright.compiler.plan.request import PlanRequest
-from shardwright.errors import UsageError
 from whole import plain, run
 
 ROWS, WIDTH = 128, 192
@@ -117,17 +116,6 @@ def test_a_sharded_parameter_is_gathered_as_it_is_computed_with():
         assert not [one for one in moved if one[1] == "all_gather" and one[2] == 4 * size]
 
 
-def test_a_search_within_memory_gathers_casts():
-    model, batch = network()
-    many = tuple(x.repeat(64, *[1] * (x.ndim - 1)) for x in batch)  # which costs more to move than the parameters
-    free = make_plan(captured_step(model, in_half(), many, {}), PlanRequest(Mesh.of(d=2), "data"))
-    limit = free.held.total - sum(p.numel() for p in model.parameters()) * 5
-    plan = make_plan(free.capture, PlanRequest(Mesh.of(d=2), "auto", memory=limit))
-    gathered = [p for p in plan.collectives() if p.collective.kind == "all_gather" and p.direction == "forward"]
-    assert gathered
-    assert {plan.capture.values[p.cause].dtype for p in gathered if p.cause in plan.capture.values} == {torch.bfloat16}
-
-
 def trained_in(dtype, accumulated):
     sw.init()
     model, batch = network()
@@ -151,22 +139,6 @@ def test_ranks_sum_in_the_dtype_that_they_are_told(accumulated):
             differ = [not torch.allclose(found[name], ddp[name], rtol=1e-4, atol=1e-7) for name in found]
             assert any(differ) == (dtype is not None)
             assert bool((errors(found, exact) < 2 * errors(ddp, exact)).all())
-
-
-def refused():
-    sw.init()
-    found = []
-    for options in ({"precision": "half"}, {"reduce_dtype": torch.int32}):
-        with pytest.raises(UsageError) as error:
-            sw.parallelize(*network()[:1], loss_fn, network()[1], **options)
-        found.append(str(error.value))
-    return found
-
-
-def test_what_is_unknown_is_refused():
-    [(precision, dtype)] = run_ranks(1, refused)
-    assert "precision='half' is unknown; choose one of 'float32', 'bf16', 'fp16'" in precision
-    assert "reduce_dtype=torch.int32 is unknown; choose one of torch.float64, torch.float32" in dtype
 
 
 def test_a_copy_of_the_model_is_not_changed_by_precision():

@@ -8,7 +8,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from models import NETWORKS
-from shardwright.compiler.capture import step
 from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.lower.lower import lower
 from shardwright.compiler.mesh.mesh import Mesh
@@ -18,7 +17,6 @@ from shardwright.compiler.plan.pricing.graph import RuledGraph
 from shardwright.compiler.plan.request import PlanRequest
 from shardwright.compiler.report.ir import execute_text
 from shardwright.compiler.rules.table import row_of
-from shardwright.runtime.compiled.compiler import Compiler
 from whole import plain, run
 
 ONE = PlanRequest(Mesh(()), "single")
@@ -133,26 +131,6 @@ def test_shared_casts_under_plans_with_recomputation(mode):
         once = run(plan, model, batch)
         for name in expected:
             torch.testing.assert_close(once[name], expected[name], rtol=0.05, atol=2e-3)
-
-
-def test_shared_casts_are_compiled():
-    model, batch = layered()
-    plan = make_plan(captured_step(model, in_half(squared), batch, {}), ONE)
-    once = run(plan, model, batch)
-    compiled = run(plan, model, batch, compiler=Compiler(says=False, backend="aot_eager"))
-    for name in once:
-        torch.testing.assert_close(compiled[name], once[name], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("recompute", [(), ("layers.*",), ("layers.*.up",)])
-def test_less_is_kept_than_without(monkeypatch, recompute):
-    model, batch = layered()
-    request = PlanRequest(Mesh.of(d=2), "data", recompute=recompute)
-    shared = make_plan(captured_step(model, in_half(squared), batch, {}), request)
-    monkeypatch.setattr(step, "with_shared_casts", lambda capture: capture)
-    single = make_plan(captured_step(model, in_half(squared), batch, {}), request)
-    assert shared.held.total <= single.held.total
-    assert recompute or shared.held.total < single.held.total
 
 
 def test_what_is_moved_is_moved_once():
