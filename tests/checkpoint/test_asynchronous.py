@@ -7,30 +7,26 @@ import textwrap
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel
 
-import shardwright as sw
 from faulty_files import Faulty
 from ranks import run_ranks
 from saved import good_step, no_leftovers, save_step, state_of
 from shardwright import checkpoint
-from shardwright.checkpoint.api import Checkpoints
 from shardwright.checkpoint.loading.load import load
 from shardwright.checkpoint.saving.asynchronous import AsyncSaver, own_ranks
-from shardwright.checkpoint.saving.image import ROOM_BYTES, Copy, Image, room_of
+from shardwright.checkpoint.saving.image import Copy
 from shardwright.checkpoint.saving.save import TO_SAVE
 from shardwright.checkpoint.storage.files import LocalFiles
 from shardwright.checkpoint.storage.store import Store
 from shardwright.checkpoint.whole_run.run_state import Run
 from shardwright.distributed.ranks import OneRank
 from shardwright.errors import CheckpointError
-from shardwright.training.checkpointing import run_of
 
 
 class Slow(LocalFiles):
@@ -88,21 +84,6 @@ def test_one_save_is_under_way_at_a_time(tmp_path):
     assert list(Store(tmp_path).complete()) == ["step-1", "step-2"]
 
 
-def test_the_memory_of_the_copy_is_kept(tmp_path):
-    with AsyncSaver(Store(tmp_path), OneRank(TO_SAVE)) as saver:
-        saver.save("step-1", state_of(1, 1000), {"step": 1}, {})
-        at, room = saver._image.memory.data_ptr(), saver._image.memory.numel()
-        saver.save("step-2", state_of(2, 1000), {"step": 2}, {})
-        assert saver._image.memory.data_ptr() == at
-        saver.wait()
-        assert good_step(Store(tmp_path)) == 2
-        saver.save("step-3", state_of(3, 1000 + room // 4), {"step": 3}, {})
-        assert saver._image.memory.numel() > room + 1000
-        saver.wait()
-        assert good_step(Store(tmp_path)) == 3
-    assert saver._image.memory.numel() == 0
-
-
 # Copying while the next forward and backward compute
 
 
@@ -147,81 +128,6 @@ def _saved(directory, clones):
     return all(torch.equal(wanted[path], tensor) for path, tensor in clones.items())
 
 
-OPTIMIZERS = [
-    pytest.param(lambda p: torch.optim.AdamW(p, lr=0.1), marks=pytest.mark.slow),
-    lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
-    lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-]
-
-
-@pytest.mark.parametrize("make", OPTIMIZERS)
-def test_a_training_loop_saves_what_was_there_at_the_call(tmp_path, copies, make):
-    """The forward changes the statistics of the batch norm, the step the rest, and the average after it."""
-    model = _network()
-    optimizer = make(model.parameters())
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-    run, then = Run(model, optimizer, ema=average), {}
-    optimizer.register_step_pre_hook(lambda *_: copies.append("step"))
-    for step in range(1, 5):
-        for _ in range(2):  # accumulated
-            model(torch.randn(16, 4)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        average.update_parameters(model)
-        checkpoint.save(tmp_path, model, optimizer, step=step, ema=average, asynchronous=True)
-        then[step] = _clones(run)
-    checkpoint.wait(model)
-    assert copies == ["step", *["copied", "step"] * 3, "copied"]
-    for step, clones in then.items():
-        assert _saved(tmp_path / f"step-{step:08d}", clones), step
-    assert not torch.equal(then[1]["model", "1.running_mean"], then[2]["model", "1.running_mean"])
-    assert not torch.equal(then[1]["ema", "module.0.weight"], then[2]["ema", "module.0.weight"])
-
-
-class Noting(sw.Callback):
-    def __init__(self):
-        self.then = {}
-
-    def at_rest(self, trainer):
-        if trainer.under_way:
-            self.then[trainer.steps] = _clones(run_of(trainer))
-
-
-def _train_and_load(directory):
-    """A rank's part of a training that saves after each step, and of two saves that are followed by loads."""
-    torch.set_num_threads(1)
-    sw.init()
-    with pytest.MonkeyPatch.context() as patch:
-        copy_slowly(patch)
-        data = [(torch.randn(8, 4), torch.randn(8, 2)) for _ in range(4)]
-        parallel = sw.parallelize(
-            _network(), lambda m, b: (m(b[0]) - b[1]).square().mean(), data[0], "data", batch="local"
-        )
-        optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.1)
-        saving, noting = sw.ModelCheckpoint(directory / "trained", every_steps=1, asynchronous=True), Noting()
-        trainer = sw.Trainer(parallel, optimizer, [saving, noting, sw.EMA(0.5)], accumulate=2)
-        trainer.fit(data, 2, validate=data)
-        same = [_saved(directory / f"trained/step-{step:08d}", clones) for step, clones in noting.then.items()]
-
-        run, saver = Run(parallel, optimizer), Checkpoints(directory / "loaded", asynchronous=True)
-        for step, change in enumerate((
-            lambda: parallel.load_state_dict({name: t * 2 for name, t in parallel.state_dict().items()}),
-            lambda: checkpoint.load(directory / "trained/step-00000001", parallel),
-        )):  # fmt: skip
-            clones = _clones(run)
-            saver.save(run, step=step)
-            change()
-            saver.wait()
-            same.append(_saved(directory / f"loaded/step-{step:08d}", clones))
-        saver.close()
-    torch.distributed.destroy_process_group()
-    return same
-
-
-def test_the_trainer_s_averages_and_loads_wait_for_the_copy(tmp_path):
-    assert run_ranks(2, _train_and_load, tmp_path) == [[True] * 6] * 2
-
-
 def test_what_is_changed_too_early_is_an_error_and_no_checkpoint(tmp_path, copies):
     model = _network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -245,17 +151,6 @@ def test_what_is_changed_too_early_is_an_error_and_no_checkpoint(tmp_path, copie
         model[2].bias.fill_(3)
     checkpoint.wait(model)
     assert _saved(tmp_path / "step-00000003", then)
-
-
-def test_weights_that_a_forward_changes_are_copied_at_once(tmp_path, copies):
-    model = nn.Sequential(nn.Embedding(5, 3, max_norm=0.1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    then = _clones(Run(model))
-    checkpoint.save(tmp_path, model, optimizer, step=1, asynchronous=True)
-    model(torch.arange(5))
-    assert not torch.equal(model[0].weight, then["model", "0.weight"])
-    checkpoint.wait(model)
-    assert _saved(tmp_path / "step-00000001", then)
 
 
 def test_averages_are_copied_at_once_where_a_scaler_may_skip_the_step(tmp_path, copies):
@@ -317,13 +212,6 @@ def test_an_error_surfaces_at_the_next_call_once(tmp_path, surfaces):
     saver.save("step-4", state_of(4), {"step": 4}, {})
     saver.close()
     assert good_step(Store(tmp_path)) == 4
-
-
-def test_what_cannot_be_saved_surfaces_too(tmp_path):
-    with AsyncSaver(Store(tmp_path), OneRank(TO_SAVE)) as saver:
-        saver.save("s", {("x",): object()}, {}, {})
-        with pytest.raises(CheckpointError, match="the entry x is a object"):
-            saver.wait()
 
 
 def test_a_synchronous_save_beside_one_under_way_is_refused(tmp_path):
@@ -402,40 +290,3 @@ def test_training_goes_on_between_ranks_that_save(tmp_path):
     store = Store(tmp_path)
     assert list(store.complete()) == ["step-10", "step-20", "step-30"]
     assert [good_step(store, name) for name in store.complete()] == [10, 20, 30]
-
-
-class Driver:
-    """As much of a GPU's driver as pins memory; ``error`` is what it answers."""
-
-    def __init__(self, error=0):
-        self.error, self.pinned = error, {}
-
-    def cudaHostRegister(self, address, size, flags):
-        assert (address % 4096, flags) == (0, 0)
-        if not self.error:
-            self.pinned[address] = size
-        return self.error
-
-    def cudaHostUnregister(self, address):
-        assert Path("/proc/self/maps").read_text().count(f"{address:x}-"), "it is still there"
-        del self.pinned[address]
-        return 0
-
-
-def test_memory_that_is_pinned_has_the_size_that_is_asked_for_and_is_given_back(monkeypatch):
-    """Torch's own would have the next power of two, twice as much here."""
-    driver, image = Driver(), Image()
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    for size in ((1 << 20) + 1, (5 << 20) + 1):
-        image._make_room(size, pinned=True)
-        assert driver.pinned == {image.memory.data_ptr(): size + ROOM_BYTES}
-        assert not image.memory.count_nonzero()
-    del image
-    assert driver.pinned == {}
-    driver.error = 2
-    forgotten = []
-    runtime = SimpleNamespace(cudaGetLastError=lambda: forgotten.append(2))
-    monkeypatch.setattr("shardwright.checkpoint.saving.image._runtime", lambda: runtime)
-    with pytest.warns(UserWarning, match=r"5 MB of memory for saves cannot be pinned \(CUDA error 2\): each save"):
-        assert room_of(5_000_000, True).nbytes == 5_000_000
-    assert forgotten == [2]

@@ -11,7 +11,6 @@ from click.testing import CliRunner
 
 from mutated import mutations
 from shardwright.checkpoint.exchange.exchange import read_state
-from shardwright.checkpoint.exchange.merge import WHAT
 from shardwright.checkpoint.format.manifest import MANIFEST, Manifest, checksum
 from shardwright.checkpoint.format.pieces import TensorShard
 from shardwright.checkpoint.inspection.show import show
@@ -160,35 +159,6 @@ def test_all_of_it_reads_urls(run, tmp_path):
             invoke("merge", url, "--to", tmp_path / "b.pt", "--what", "all")
     finally:
         memory.rm("/bucket", recursive=True)
-
-
-def test_a_store_that_refuses_is_named(run, monkeypatch):
-    memory = fsspec.filesystem("memory")
-    memory.put(str(run), "/bucket/run", recursive=True)
-
-    def refuse(*_, **__):
-        raise LookupError("no credentials")
-
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(memory, "ls", refuse)
-            with pytest.raises(
-                CheckpointError, match="memory://bucket/run cannot be read: LookupError: no credentials"
-            ):
-                invoke("show", "memory://bucket/run")
-        with monkeypatch.context() as patch:
-            patch.setattr(memory, "cat_file", refuse)
-            with pytest.raises(CheckpointError, match=r"checkpoint.json cannot be read: LookupError: no credentials"):
-                invoke("show", "memory://bucket/run/step-00000100")
-    finally:
-        memory.rm("/bucket", recursive=True)
-
-
-def test_the_command_that_merges_has_the_choices_of_the_function():
-    [option] = [
-        option for option in cli.get_command(None, "checkpoint").commands["merge"].params if option.name == "what"
-    ]
-    assert tuple(option.type.choices) == WHAT
 
 
 def test_no_form_of_a_manifest_raises_another_error(tmp_path):
