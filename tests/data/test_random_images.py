@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from shardwright.data.images import RandomDataWarning, RandomImages
-from shardwright.errors import UsageError
 
 
 def make(*arguments, **keywords):
@@ -31,14 +30,3 @@ def test_the_seed_decides():
         assert not torch.equal(a[index][0], c[index][0])
     assert torch.equal(a.gather(range(7))[1], b.gather(range(7))[1])
     assert a[0][0].shape == (1, 5, 3)
-
-
-def test_more_classes_mean_less_luck():
-    with pytest.warns(RandomDataWarning, match="about 1/10"):
-        RandomImages(10, classes=10)
-
-
-@pytest.mark.parametrize("arguments", [{"count": 0}, {"classes": 0}, {"classes": 300}, {"shape": (3, 4)}])
-def test_sizes_that_do_not_fit(arguments):
-    with pytest.raises(UsageError, match="expected count of at least 1, 1 to 256 classes and a shape of three sizes"):
-        RandomImages(**arguments)

@@ -45,10 +45,6 @@ def test_parts_make_up_the_stream_epoch_after_epoch(ranks):
     assert {loader.epoch for loader in world} == {3}
 
 
-def test_drop_last_and_batches_per_rank():
-    assert [len(batch) for batch in global_batches(loaders(count, 2, per_rank_batch_size=4, drop_last=True))] == [8, 8]
-
-
 @pytest.mark.parametrize(
     "source",
     [Iterable(), Stream(Iterable()), functools.partial(count, 0), lambda: count(0), Stream(lambda: list(count(0)))],
@@ -86,43 +82,12 @@ def test_a_function_with_a_start_is_spared_the_skipping():
     assert asked == [(0, 0), (0, 4)]
 
 
-def test_a_loop_that_was_left_goes_on_unless_it_evaluates():
-    for arguments, rest in (({}, 5), ({"evaluate": True}, 0), ({"shuffle": False}, 0)):
-        one = sw.loader(lambda: count(0), batch_size=5, **arguments)
-        next(iter(one))
-        assert flat([batch[0].tolist() for batch in one]) == list(range(rest, 23))
-
-
 def test_the_sample_batch_is_the_next_global_batch_and_stays():
     ranks = loaders(count, 2, batch_size=5)
     for _ in range(2):
         assert ranks[1].sample_batch()[0].tolist() == [0, 1, 2, 3, 4]
     assert flat(global_batches(ranks, limit=1)) == [0, 1, 2, 3, 4]
     assert ranks[1].sample_batch()[0].tolist() == [5, 6, 7, 8, 9]
-
-
-def test_an_empty_part_shows_shapes_and_types():
-    parts = [next(iter(loader)) for loader in loaders(lambda: iter([(1, torch.ones(2))]), 3, batch_size=4)]
-    assert [(part.start, part.stop, part.global_size) for part in parts] == [(0, 1, 1), (1, 1, 1), (1, 1, 1)]
-    assert [(t.dtype, tuple(t.shape)) for t in parts[2]] == [(torch.int64, (0,)), (torch.float32, (0, 2))]
-
-
-@pytest.mark.parametrize(
-    ("source", "arguments", "message"),
-    [
-        (count(0), {}, "got a generator, which can be read only once; expected .* pass the function that makes it"),
-        (
-            count,
-            {"shuffle": True},
-            "count is a stream: its samples .* order of their own.* remove shuffle=True",
-        ),
-        (count, {"num_workers": 2}, "each process reads them all; remove num_workers=2"),
-        (Iterable(), {"shuffle": True}, "Iterable is a stream"),
-    ],
-)
-def test_what_a_stream_cannot(source, arguments, message):
-    with pytest.raises(UsageError, match=message):
-        sw.loader(source, batch_size=5, **arguments)
 
 
 def test_a_stream_that_gives_nothing_and_a_length_that_nobody_knows():
@@ -166,13 +131,6 @@ def broken():
 
 def shifted(epoch):
     yield from list(count(epoch))[1:]
-
-
-def test_real_ranks_agree():
-    assert run_ranks(2, read, {None: count}) == [
-        [list(range(5)), list(range(10, 15)), [20, 21]],
-        [list(range(5, 10)), list(range(15, 20)), [22]],
-    ]
 
 
 @pytest.mark.parametrize(
