@@ -77,15 +77,6 @@ def test_saves_and_the_follower_of_the_pulse_do(on_gpu_3, tmp_path):
     assert on_gpu_3["saving step-00000001"] == 3
 
 
-def test_a_process_without_cuda_asks_for_no_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "set_device", lambda at: pytest.fail("it begins CUDA"))
-    done = []
-    thread = Thread(lambda: done.append(1), daemon=True)
-    thread.start()
-    thread.join()
-    assert done == [1]
-
-
 def test_what_is_saved_is_copied_by_a_stream_of_its_own_gpu(monkeypatch):
     """A stream of the current GPU, which need not be the model's, would not wait for the copies of another."""
     made = []
