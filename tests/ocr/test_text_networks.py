@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from shardwright.errors import UsageError
 from shardwright.ocr.networks.crnn import CRNN, VGG7, ResNet34
 from shardwright.ocr.networks.dbnet import DBNet, resnet18_pyramid, resnet50_pyramid
 from shardwright.ocr.networks.losses import DetectionLoss, detection_loss, recognition_loss
@@ -101,14 +100,6 @@ def test_stages_of_a_mobilenet_end_where_they_are_told_to(out_stages, channels):
     ]
 
 
-@pytest.mark.parametrize(
-    "out_stages", [(5, 8, 14), (3, 8, 14, 20), (5, 8, 14, 19), (5, 9, 14, 20), (8, 5, 14, 20), (-1, 1, 2, 3)]
-)
-def test_stages_of_other_strides_are_refused(out_stages):
-    with pytest.raises(UsageError, match=r"model.backbone.out_stages: expected four layers at strides 4, 8, 16 and 32"):
-        mobilenet_pyramid(out_stages=out_stages)
-
-
 def words(rows):
     lengths = torch.arange(rows) % 3 + 1
     return torch.randn(rows, 3, 32, 20), torch.randint(0, 6, (rows, 3)), lengths
@@ -123,9 +114,6 @@ def scenes(rows):
 NETWORKS = {
     "vgg7": (lambda: CRNN(VGG7(4), 7, 5), recognition_loss, words),
     "resnet34": (lambda: CRNN(ResNet34(4), 7, 5), recognition_loss, words),
-    "resnet18": (lambda: DBNet(resnet18_pyramid(4), 16), detection_loss(DetectionLoss()), scenes),
-    "resnet50": (lambda: DBNet(resnet50_pyramid(4), 16), detection_loss(DetectionLoss()), scenes),
-    "mobilenet": (lambda: DBNet(mobilenet_pyramid(0.1), 16), detection_loss(DetectionLoss()), scenes),
     "fusion": (lambda: fused(resnet18_pyramid(4), 16), detection_loss(DetectionLoss()), scenes),
     "enhanced": (lambda: enhanced(0.1, 16), detection_loss(DetectionLoss(overlap=True)), scenes),
 }
@@ -133,7 +121,9 @@ NETWORKS = {
 
 @pytest.mark.networks
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("name", ["vgg7", *(pytest.param(n, marks=pytest.mark.slow) for n in list(NETWORKS)[1:])])
+@pytest.mark.parametrize(
+    "name", ["vgg7", *(pytest.param(n, marks=pytest.mark.slow) for n in ("resnet34", "fusion", "enhanced"))]
+)
 def test_plans_of_text_networks_give_what_one_device_gives(name):
     """Captured, each loss a quotient of sums over all ranks; uneven on 2 ranks."""
     make, loss_fn, batch_of = NETWORKS[name]

@@ -48,14 +48,6 @@ def test_detections_are_matched_by_the_rule_of_icdar(name):
     assert count_detections(detections, texts) == DetectionCounts(1, given, detected, matched)
 
 
-def test_counts_are_added_before_they_are_divided():
-    both = DetectionCounts(1, 4, 2, 2) + DetectionCounts(1, 0, 2, 0)
-    assert both.metrics() == {"precision": 0.5, "recall": 0.5, "hmean": 0.5}
-    assert DetectionCounts().metrics() == {"precision": 0.0, "recall": 0.0, "hmean": 0.0}
-    words = RecognitionCounts(1, 1, 0.0) + RecognitionCounts(3, 0, 1.5)
-    assert words.metrics() == {"acc": 0.25, "norm_edit_distance": 0.625}
-
-
 @pytest.mark.parametrize(
     ("said", "label", "right", "distance"),
     [
@@ -86,26 +78,8 @@ def test_boxes_of_a_map_are_those_of_the_image_as_it_was():
         assert np.allclose(one.points, expected.clip(0, (384, 128)), atol=0.1)
 
 
-def test_an_empty_map_has_no_texts():
-    assert detect(np.zeros((32, 32), np.float32), (32, 32, 1, 1), HOW) == []
-
-
 number = st.floats(-300, 300, allow_nan=False)
 polygons = st.lists(st.tuples(number, number), max_size=7).map(corners)
-
-
-@given(polygons, st.floats(-50, 50))
-@settings(max_examples=60, deadline=None)
-def test_any_polygon_has_a_size_and_can_be_grown_and_shrunk(points, distance):
-    """Empty ones, those that cross themselves and those of no extent too."""
-    assert geometry.area(points) >= 0
-    assert math.isfinite(geometry.shrink_distance(points, 0.4))
-    moved = geometry.offset(points, distance)
-    if geometry.is_simple(points) and distance > 1:
-        assert sum(map(geometry.area, moved)) > geometry.area(points)
-    both, mine, _ = geometry.overlaps([points], [points, A])
-    assert both.shape == (1, 2)
-    assert both[0, 0] == pytest.approx(mine[0], abs=1e-6)
 
 
 @given(st.lists(polygons, max_size=4), st.lists(st.tuples(polygons, st.sampled_from(["x", "###"])), max_size=4))

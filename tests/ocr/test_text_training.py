@@ -4,7 +4,6 @@ import contextlib
 import io
 import itertools
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,18 +16,16 @@ import shardwright as sw
 from ranks import run_ranks
 from shardwright.errors import UsageError
 from shardwright.ocr.networks.losses import recognition_loss
-from shardwright.ocr.options.parts import BACKBONES
 from shardwright.ocr.reading import Pages, draw, network
 from shardwright.ocr.samples.dataset import word_database
 from shardwright.ocr.samples.drawn import Drawing, write_images
 from shardwright.ocr.samples.images import decode
 from shardwright.ocr.samples.labels import read_icdar
 from shardwright.ocr.samples.words import write_words
-from shardwright.ocr.settings import is_text_configuration, load_settings
+from shardwright.ocr.settings import load_settings
 from shardwright.ocr.training import make_model, make_schedule, prepare
 
 REPOSITORY = Path(__file__).parents[2]
-CONFIGS = sorted(path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "configs").rglob("*.yaml"))
 VGG7, R18, R50 = "rec/crnn/crnn_vgg7", "det/dbnet/db_r18_icdar15", "det/dbnet/db_r50_icdar15"
 # What makes a configuration small and its batches the same on any number of ranks.
 SMALL = [
@@ -217,88 +214,6 @@ def test_detection_under_mpirun_and_pages_read(drawn, tmp_path):
     texts, drawing = run_ranks(1, read_page, det, rec, tmp_path, image)[0]
     assert [box.text for box in read_icdar(tmp_path / "read/img_1.txt")] == texts
     assert np.array_equal(decode(np.fromfile(tmp_path / "read/img_1.png", np.uint8), "drawn"), drawing)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_four_ranks_of_a_rank_table_from_a_shell_loop(drawn, tmp_path):
-    """Devices 4 to 7 are the ranks 0 to 3."""
-    config, overrides = small_file(R18, drawn, tmp_path)
-    settings = [*overrides, f"train.ckpt_save_dir={tmp_path}/run", "train.steps=2"]
-    words = " ".join(f"-o '{override}'" for override in settings)
-    table = REPOSITORY / "tests/reference/hccl_4p_4567_127.0.0.1.json"
-    loop = f"""
-    export RANK_TABLE_FILE={table} RANK_SIZE=4 DEVICE_NUM=8 OMP_NUM_THREADS=1
-    for i in 0 1 2 3; do
-        export RANK_ID=$i DEVICE_ID=$((4 + i))
-        {sys.executable} {REPOSITORY}/tools/train.py --config {config} {words} > $i.log 2>&1 &
-    done
-    wait
-    """
-    subprocess.run(["bash", "-c", loop], cwd=tmp_path, timeout=500, check=True)
-    logs = [(tmp_path / f"{rank}.log").read_text() for rank in range(4)]
-    assert "samples on 4 ranks" in logs[0], "".join(logs)
-    assert "val | epoch: 1 | " in logs[0]
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_shipped_configurations_are_as_users_know_them(name, monkeypatch):
-    monkeypatch.chdir(REPOSITORY)
-    assert is_text_configuration(name)
-    settings = load_settings(name)
-    assert BACKBONES.row(settings.model.backbone).task == settings.model.type
-    assert settings.train.dataset.transform_pipeline[-1] == {"ToCHWImage": None}
-
-
-@pytest.mark.slow
-def test_the_page_says_how_large_networks_are(monkeypatch):
-    monkeypatch.chdir(REPOSITORY)
-    page = (REPOSITORY / "docs/training/ocr.md").read_text()
-    said = dict(re.findall(r"^\| `(\w+/.*?)` \| .* \| ([\d.]+) M \|$", page, re.MULTILINE))
-    assert sorted(f"configs/{name}.yaml" for name in said) == CONFIGS
-    for name, millions in said.items():
-        with torch.device("meta"):
-            model = make_model(load_settings(f"configs/{name}.yaml"))
-        assert f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}" == millions, name
-
-
-WRONG = [
-    ("model.backbon.name=x", "model.backbon is unknown; did you mean model.backbone?"),
-    ("train.dataset.data_dri=x", "train.dataset.data_dri is unknown; did you mean train.dataset.data_dir?"),
-    ("system.mode=fast", "system.mode: 'fast' is unknown; choose one of 0, 1, data, auto"),
-    (
-        "model.backbone.name=det_resnet18",
-        "model.backbone.name: det_resnet18 is for det, model.type says rec; use rec_vgg7",
-    ),
-    ("model.head.out_channels=40", "model.head.out_channels: expected 37, the 36 characters of the dictionary and the"),
-    (
-        "postprocess.use_space_char=True",
-        "train.dataset.transform_pipeline: RecCTCLabelEncode knows 36 characters, and postprocess not the same 37;",
-    ),
-    ("loss.pred_seq_len=26", "loss.pred_seq_len: the network gives 24 steps, got 26"),
-    ("common.batch_size=8", "-o common.batch_size=8: the section common holds anchors, whose values are copied"),
-    ("eval.loader.drop_remainder=True", "eval.loader.drop_remainder: true would leave images out"),
-    (
-        "train.loader.global_batch_size=8",
-        "train.loader: expected batch_size (of each rank) or global_batch_size, got both",
-    ),
-    ("scheduler.min_lr=1", "scheduler.min_lr: expected less than lr, 0.0005"),
-    ("model.resume=[1]", "model.resume: expected true or false or text, got [1]"),
-    ("optimizer.beta1=1", "optimizer.beta1: expected a number of from 0 to below 1, got 1"),
-    ("scheduler.warmup_epochs=10", "scheduler.warmup_epochs: expected less than num_epochs, 10, got 10"),
-    ("eval=null", "the section eval is missing, on which a run is validated; type -o system.val_while_train=False"),
-    (
-        "train.dataset.type=DetDataset",
-        "train.dataset.type: DetDataset has no samples of rec; use RecDataset or LMDBDataset",
-    ),
-]
-
-
-@pytest.mark.parametrize(("override", "message"), WRONG, ids=[override for override, _ in WRONG])
-def test_what_is_wrong_with_a_configuration_is_said_in_a_line(override, message):
-    with pytest.raises(UsageError) as error:
-        load_settings(str(REPOSITORY / f"configs/{VGG7}.yaml"), [override])
-    assert any(line.strip().startswith(message) for line in str(error.value).splitlines()), error.value
 
 
 def test_keys_of_one_step_are_overridden_by_its_place():
