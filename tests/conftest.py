@@ -94,13 +94,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         module = getattr(item, "module", None)
         if module is not None and known.setdefault(module, starts_processes(module)):
             item.add_marker(pytest.mark.processes)
-            item.add_marker(pytest.mark.flaky(reruns=1))
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say how a test failed at first that was run again: where it passed then, it or what it tests fails by chance."""
-    failed = {report.nodeid for how in ("failed", "error") for report in terminalreporter.getreports(how)}
-    for report in terminalreporter.getreports("rerun"):
-        then = "failed" if report.nodeid in failed else "passed"
-        terminalreporter.section(f"failed once, {then} when run again: {report.nodeid}")
-        terminalreporter.line(report.longreprtext)
