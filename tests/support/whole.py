@@ -93,7 +93,7 @@ def run(
                     tensor.requires_grad_(value.needs_gradient)
             return cut
 
-        program = lower(plan, comm.rank, *([] if bucket_bytes is None else [bucket_bytes] * 2))
+        program = lower(plan, comm.rank, *([] if bucket_bytes is None else [bucket_bytes] * 2), overlap=True)
         local = part("parameter", parameters)
         execution = Execution(program, plan.capture, comm, DEVICE, GradientReduction(), compiler)
         given = StepArguments(local, part("buffer", buffers), part("input", inputs), placed(constants), seed, step=0)

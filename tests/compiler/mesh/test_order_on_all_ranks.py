@@ -140,7 +140,7 @@ def one_rank(plan, model, batch, monkeypatch):
     monkeypatch.setattr(dist, "new_group", lambda ranks, **how: made.append(tuple(ranks)) or new_group(ranks, **how))
     monkeypatch.setattr(device_mesh_of_torch, "new_group", dist.new_group)
     comm = communicator_over(plan.mesh)
-    program = lower(plan, comm.rank)
+    program = lower(plan, comm.rank, overlap=True)
     comm.prepare([*{collective.axes for _, _, collective in program.collectives()}, plan.mesh.names])
     captured = plan.capture
 

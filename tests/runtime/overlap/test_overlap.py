@@ -68,7 +68,9 @@ def test_all_buckets_begin_within_the_backward_and_are_waited_for_after_it(monke
 
     monkeypatch.setattr(SimulatedCommunicator, "start_all_reduce", told)
     monkeypatch.setattr(whole, "simulate", watching)
-    monkeypatch.setattr(whole, "lower", lambda plan, rank: lower(plan, rank, bucket_bytes=8))  # one for each parameter
+    monkeypatch.setattr(
+        whole, "lower", lambda plan, rank, overlap: lower(plan, rank, bucket_bytes=8, overlap=overlap)
+    )  # one for each parameter
     same(run(plan, model, x), expected, 1e-12)
     for mine in events.values():
         found = [event for event in mine if event != "product"]

@@ -13,6 +13,8 @@ from shardwright.errors import LoweringError
 def check(program: LocalProgram, plan: Plan) -> None:
     """Every variable is written once, before it is read, and known to be read; the collectives are the plan's.
 
+    What is begun, and what has its gradient late, is read once.
+
     Raises:
         LoweringError: naming the variable, or the collectives that differ.
     """
@@ -27,6 +29,7 @@ def check(program: LocalProgram, plan: Plan) -> None:
             if name in written:
                 raise LoweringError(f"{name} is written twice, the second time by {instruction.call.source}")
             written.add(name)
+    _check_read_once(program)
     missing = [value for value in plan.outputs if program.outputs.get(value) not in written]
     if missing:
         raise LoweringError(f"the outputs {missing} are never written")
@@ -36,3 +39,13 @@ def check(program: LocalProgram, plan: Plan) -> None:
         raise LoweringError(
             f"collectives differ; only planned: {planned - ours}; only in the program: {ours - planned}"
         )
+
+
+def _check_read_once(program: LocalProgram) -> None:
+    """Check that one all-gather alone waits for each that is begun, and gives each that is late its gradient."""
+    reads = Counter(name for instruction in program.instructions for name in instruction.reads)
+    reads.update(program.outputs.values())
+    for instruction in program.instructions:
+        for name in instruction.outputs if instruction.kind in ("begin", "late") else ():
+            if reads[name] != 1:
+                raise LoweringError(f"{name} is to be read once, and is read {reads[name]} times")

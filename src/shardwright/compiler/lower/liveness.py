@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shardwright.compiler.capture.ir import Node, Value
+from shardwright.compiler.lower.call import Call
 from shardwright.compiler.lower.program import Instruction, LocalProgram
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.cost import beside_together
@@ -53,6 +54,9 @@ class _Lives:
         self._together: dict[int, frozenset[int]] = {}  # such memory -> all that one collective makes again with it
         self._moving: dict[frozenset[int], int] = {}  # bytes that it takes to make them, beside these
         self._first_reads: dict[int, int] = {}  # memory -> the first operator that reads it
+        self._late = {one.outputs[0] for one in program.instructions if one.kind == "late"}
+        # A collective under way, by its variable -> what ends it, forward by its begin and backward by its late.
+        self._ends = {name: one for one in program.instructions if one.moves for name in one.reads}
         self._alive = 0
 
     def peak(self) -> Peak:
@@ -63,7 +67,8 @@ class _Lives:
                 self._first_reads.setdefault(self._lies[name], at)
             self._keep(at, instruction)
             self._keep_given(at, instruction)
-            self._note(self._alive + _buffers(instruction, self._program), instruction, "forward")
+            buffers = 0 if "begun" in dict(_gathering(instruction).kwargs) else _buffers(instruction, self._program)
+            self._note(self._alive + buffers, instruction, "forward")
             for name in dict.fromkeys([*instruction.reads, *instruction.outputs]):
                 if last[name] == at:
                     self._let_go([self._lies[name]])
@@ -101,6 +106,8 @@ class _Lives:
 
     def _bytes(self, instruction: Instruction, name: str) -> int:
         plan, rank = self._plan, self._program.rank
+        if instruction.kind == "begin":
+            return _buffers(self._ends[name], self._program)
         if instruction.moves:
             value, step = instruction.moves[instruction.outputs.index(name)]
             return local_bytes(value, step.after, plan.mesh, rank)
@@ -166,9 +173,12 @@ class _Lives:
         gradients: dict[int, int] = {}  # memory of a value -> the bytes of its gradient
         done = 0  # of the gradients of parameters
         whole: set[int] = set()  # memory that was made again, and is still to be read
+        flying: dict[str, int] = {}  # what is scattered and not waited for -> the bytes of what is sent
         for at in reversed(range(len(self._program.instructions))):
             instruction = self._program.instructions[at]
             self._make_again(at)
+            if instruction.kind == "late":
+                flying.pop(instruction.outputs[0], None)
             results = {self._lies[name] for name in instruction.outputs}
             if instruction.kind != "bucket" and self._has_gradient(instruction):
                 new = self._gradients_of(instruction)
@@ -176,6 +186,7 @@ class _Lives:
                 asked = {self._together[memory] for memory in (read & set(self._together)) - whole}
                 whole = whole.union(*asked)
                 made = sum(size for _, size in new) + sum(self._sizes[memory] for memory in whole)
+                made += sum(flying.values())
                 moving = max((self._moving[together] for together in asked), default=0)
                 buffers = max(_buffers(instruction, self._program, backward=True), moving)
                 self._note(self._alive + sum(gradients.values()) + done + made + buffers, instruction, "backward")
@@ -183,6 +194,8 @@ class _Lives:
                     gradients.pop(memory, None)
                 whole -= {memory for memory in whole if self._first_reads.get(memory, at) == at}
                 done += sum(size for memory, size in new if not memory)
+                for late in self._late.intersection(instruction.reads):
+                    flying[late] = _buffers(instruction, self._program, backward=True)
                 gradients.update({memory: size for memory, size in new if memory})
             elif instruction.kind == "bucket":
                 flat = sum(local_bytes(value, step.after, self._plan.mesh) for value, step in instruction.moves)
@@ -212,6 +225,12 @@ class _Lives:
                 passed = _PASSING.of(node.op) and any(memory for memory, _ in found)
                 found.append((self._lies[instruction.reads[i]], 0 if passed else size))
         return found
+
+
+def _gathering(instruction: Instruction) -> Call:
+    """Return the call that gathers, of an instruction that may reshard after the forward."""
+    found: Call = instruction.call.args[0] if instruction.reshards else instruction.call
+    return found
 
 
 def _buffers(instruction: Instruction, program: LocalProgram, *, backward: bool = False) -> int:

@@ -15,6 +15,7 @@ from shardwright.compiler.capture.casts import widens_back
 from shardwright.compiler.capture.ir import Node, Value
 from shardwright.compiler.lower.call import COMM, Call, Name
 from shardwright.compiler.lower.check import check
+from shardwright.compiler.lower.early import begin_early
 from shardwright.compiler.lower.local import localise
 from shardwright.compiler.lower.passes import (
     join_buckets,
@@ -33,13 +34,18 @@ from shardwright.distributed.gradients import BUCKET_BYTES
 
 
 def lower(
-    plan: Plan, rank: int, bucket_bytes: int = BUCKET_BYTES, first_bucket_bytes: int = BUCKET_BYTES
+    plan: Plan,
+    rank: int,
+    bucket_bytes: int = BUCKET_BYTES,
+    first_bucket_bytes: int = BUCKET_BYTES,
+    overlap: bool = False,
 ) -> LocalProgram:
     """Return the program of ``rank`` under a plan.
 
     Args:
         bucket_bytes: the most bytes of gradients that are reduced together.
         first_bucket_bytes: the most of those that are reduced first.
+        overlap: whether collectives of sharded parameters run beside computing, too.
 
     Raises:
         LoweringError: where the result is not what the plan says (a defect, to be reported).
@@ -49,6 +55,8 @@ def lower(
     check(program, plan)
     program = join_buckets(program, bucket_bytes, first_bucket_bytes)
     program = join_running_statistics(join_gathers(program))
+    if overlap:
+        program = begin_early(program, plan)
     check(program, plan)
     return note_regathered(program, plan)
 

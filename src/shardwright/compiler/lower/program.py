@@ -29,13 +29,17 @@ class Instruction:
     ``reads`` are variables: the operands of an operator, and those of which another call makes its outputs. An operator
     has its ``node``. All others have ``moves``: what they redistribute, one or, joined, several values. A bucket joins
     the gradient reductions of several replicated parameters over the same axes, as small sums are "joined". The program
-    begins with "later", in whose backward the gradients of all buckets are waited for. What is done "in place" has no
+    begins with "later", in whose backward the gradients of all buckets are waited for. An all-gather of parameters may
+    have a "begin" before it, and a "late", in whose backward the sum of its gradients is waited for; what they move is
+    said by the all-gather alone. What is done "in place" has no
     outputs: it ends what operators before it began, which say what it communicates. A cast that is "shared" has a
     result for each of its readers. A "stretch" is a function of several operators
     (`shardwright.runtime.compiled.compiler`).
     """
 
-    kind: Literal["operator", "redistribution", "bucket", "later", "joined", "in place", "shared", "stretch"]
+    kind: Literal[
+        "operator", "redistribution", "bucket", "later", "joined", "begin", "late", "in place", "shared", "stretch"
+    ]
     outputs: tuple[str, ...]
     reads: tuple[str, ...]
     call: Call
@@ -68,7 +72,7 @@ class Instruction:
     @property
     def passes_on(self) -> bool:
         """Return whether the outputs are what is read, one by one."""
-        return self.kind in ("bucket", "later")
+        return self.kind in ("bucket", "later", "late")
 
     @property
     def line(self) -> str:
@@ -89,7 +93,7 @@ class Instruction:
     def collectives(self, mesh: Mesh) -> list[tuple[str, str, Collective]]:
         """Return what this instruction communicates, as (cause, direction, collective); a bucket's members singly."""
         found = []
-        for value, step in self.moves:
+        for value, step in self.moves if self.kind != "begin" else ():
             forward, backward = value.collectives(step, mesh)
             found += [(value.label, "forward", forward)] if forward else []
             found += [(value.label, "backward", forward)] * (self.regathers + self.recommunicates) if forward else []

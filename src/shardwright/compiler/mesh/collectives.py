@@ -4,6 +4,12 @@ The functions read as a local program prints them:
 
     x1 = all_gather(x, comm, dim=0, axes=("tp",), size=64, adjoint="reduce_scatter")
 
+or, with other work between the lines:
+
+    w_late, = reduced_late(w)
+    w_begun = begin_all_gather(w, comm, dim=0, axes=("tp",), size=64)
+    w1 = all_gather(w_late, comm, dim=0, axes=("tp",), size=64, adjoint="reduce_scatter", begun=w_begun)
+
 ``dim`` of global ``size`` is cut over ``within`` (major) and then over ``axes`` (minor), between multiples of
 ``unit``. Uneven parts are padded inside the collective and nowhere else. Tensors of integers and bools pass through
 the same functions.
@@ -26,6 +32,8 @@ from shardwright.compiler.mesh.redistribute import Shape, Step
 from shardwright.errors import LoweringError
 
 Axes = tuple[str, ...]
+Begun = Callable[[], Tensor]
+"""A collective under way, as a function that waits for it and returns its result; it is called once."""
 
 
 class Communicator(Protocol):
@@ -165,9 +173,14 @@ def check_rows(x: Tensor, cut: Cut, rows: int, comm: Communicator) -> None:
 
 
 def _gather(x: Tensor, comm: Communicator, cut: Cut) -> Tensor:
+    return put_together(comm.all_gather(sent_part(x, comm, cut), cut.axes), cut.dim, cut.parts(comm))
+
+
+def sent_part(x: Tensor, comm: Communicator, cut: Cut) -> Tensor:
+    """Return what a rank sends to have its part of a dim gathered, as long as that of others."""
     parts = cut.parts(comm)
     check_rows(x, cut, parts.mine[1] - parts.mine[0], comm)
-    return put_together(comm.all_gather(padded(x, cut.dim, parts.widest), cut.axes), cut.dim, parts)
+    return padded(x, cut.dim, parts.widest)
 
 
 def take(x: Tensor, comm: Communicator, cut: Cut) -> Tensor:
@@ -178,11 +191,25 @@ def take(x: Tensor, comm: Communicator, cut: Cut) -> Tensor:
 
 
 def _scatter_sum(x: Tensor, comm: Communicator, cut: Cut) -> Tensor:
+    return own_rows(comm.reduce_scatter(_rows_to_sum(x, comm, cut), cut.axes), comm, cut)
+
+
+def _begin_scatter_sum(x: Tensor, comm: Communicator, cut: Cut) -> Begun:
+    wait = comm.start_reduce_scatter(_rows_to_sum(x, comm, cut), cut.axes)
+    return lambda: own_rows(wait(), comm, cut)
+
+
+def _rows_to_sum(x: Tensor, comm: Communicator, cut: Cut) -> Tensor:
     parts = cut.parts(comm)
     check_rows(x, cut, parts.total, comm)
     check_summable(x)
-    mine = comm.reduce_scatter(cut_up(x, cut.dim, parts), cut.axes)
-    return narrow(mine, cut.dim, (0, parts.mine[1] - parts.mine[0])).contiguous()
+    return cut_up(x, cut.dim, parts)
+
+
+def own_rows(x: Tensor, comm: Communicator, cut: Cut) -> Tensor:
+    """Return this rank's part of a dim, without what was added to make it as long as others."""
+    mine = cut.parts(comm).mine
+    return narrow(x, cut.dim, (0, mine[1] - mine[0])).contiguous()
 
 
 def _exchange(x: Tensor, comm: Communicator, source: Cut, target: Cut) -> Tensor:
@@ -192,8 +219,7 @@ def _exchange(x: Tensor, comm: Communicator, source: Cut, target: Cut) -> Tensor
     check_rows(x, target, wanted.total, comm)
     x = padded(x, source.dim, held.widest)
     pieces = [padded(narrow(x, target.dim, rows), target.dim, wanted.widest) for rows in wanted.ranges]
-    whole = _joined(comm.all_to_all(pieces, source.axes), source.dim, held)
-    return narrow(whole, target.dim, (0, wanted.mine[1] - wanted.mine[0])).contiguous()
+    return own_rows(_joined(comm.all_to_all(pieces, source.axes), source.dim, held), comm, target)
 
 
 def _summed(x: Tensor, comm: Communicator, axes: Axes) -> Tensor:
@@ -222,8 +248,50 @@ class Summed(NamedTuple):
         return gradient if self.dtype is None else gradient.to(self.dtype)
 
 
-# Each of them as an autograd function. Those that sum a gradient give it to ``source``: the operand ``x`` or, where
-# that is a cast of a part of a parameter, what was cast, so that the sum is not rounded to the dtype of the cast.
+class LateSum:
+    """The sum of gradients by a reduce-scatter, from where the backward begins it to where it waits for it."""
+
+    def __init__(self) -> None:
+        self._wait: Callable[[], Sequence[Tensor | None]] | None = None
+
+    def begun(self, wait: Callable[[], Sequence[Tensor | None]], parts: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Take what waits for the sums; return what stands for them until then, for those of ``parts`` that have one.
+
+        It is NaN, unless anomaly detection would take that for a gradient.
+        """
+        self._wait = wait
+        number = 0.0 if torch.is_anomaly_check_nan_enabled() else torch.nan
+        return [None if x is None else x.new_full((), number).expand(x.shape) for x in parts]
+
+    def wait(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Return the sums; ``gradients`` where none was begun."""
+        wait, self._wait = self._wait, None
+        return gradients if wait is None else wait()
+
+
+class ReducedLate(torch.autograd.Function):
+    """The identity; its backward waits for what the backward of an all-gather has begun."""
+
+    @staticmethod
+    def forward(ctx: Any, late: LateSum, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.late = late
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, *ctx.late.wait(gradients)
+
+
+def late_sum_of(tensor: Tensor) -> LateSum | None:
+    """Return where the sum of the gradient of a tensor is waited for; None where it is at once."""
+    found: LateSum | None = getattr(tensor.grad_fn, "late", None)
+    return found
+
+
+# Each of the exchanges as an autograd function. Those that sum a gradient give it to ``source``: the operand ``x`` or,
+# where that is a cast of a part of a parameter, what was cast, so that the sum is not rounded to the dtype of the cast.
 # Nothing is saved for the backward but the numbers of the cut.
 
 
@@ -231,18 +299,33 @@ class AllGather(torch.autograd.Function):
     """An all-gather, whose backward is a reduce-scatter or a slice, as ``adjoint`` says."""
 
     @staticmethod
-    def forward(ctx: Any, source: Tensor, x: Tensor, comm: Communicator, cut: Cut, adjoint: str, how: Summed) -> Tensor:
-        ctx.comm, ctx.cut, ctx.adjoint, ctx.how, ctx.dtype = comm, cut, adjoint, how, source.dtype
-        return _gather(x, comm, cut)
+    def forward(
+        ctx: Any,
+        source: Tensor,
+        x: Tensor,
+        comm: Communicator,
+        cut: Cut,
+        adjoint: str,
+        how: Summed,
+        late: LateSum | None,
+        begun: Begun | None,
+    ) -> Tensor:
+        ctx.comm, ctx.cut, ctx.adjoint, ctx.how, ctx.late = comm, cut, adjoint, how, late
+        ctx.dtype, ctx.like = source.dtype, None if late is None else source.detach()
+        return _gather(x, comm, cut) if begun is None else begun()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        comm, cut, dtype = ctx.comm, ctx.cut, ctx.dtype
         if ctx.adjoint == "slice":
-            part = take(gradient, ctx.comm, ctx.cut)
+            part: Tensor | None = take(gradient, comm, cut).to(dtype)
+        elif ctx.late is None:
+            part = _scatter_sum(ctx.how.of(gradient), comm, cut).to(dtype)
         else:
-            part = _scatter_sum(ctx.how.of(gradient), ctx.comm, ctx.cut)
-        return part.to(ctx.dtype), None, None, None, None, None
+            wait = _begin_scatter_sum(ctx.how.of(gradient), comm, cut)
+            [part] = ctx.late.begun(lambda: [wait().to(dtype)], [ctx.like])
+        return part, None, None, None, None, None, None, None
 
 
 class Slice(torch.autograd.Function):
@@ -333,15 +416,37 @@ def all_gather(
     adjoint: Literal["slice", "reduce_scatter"],
     reduced_in: torch.dtype | None = None,
     source: Tensor | None = None,
+    begun: Begun | None = None,
 ) -> Tensor:
     """Join the parts of ``dim`` along ``axes``. Backward: the slice of a whole gradient, or the sum of partial ones.
 
     Args:
         reduced_in: the dtype of that sum, by default that of the gradient.
         source: what ``x`` is a cast of, which is then given the gradient.
+        begun: what `begin_all_gather` has returned, which is waited for.
     """
+    cut, (source, x) = Cut(dim, axes, size, within, unit), _source_of(x, source)
+    return _apply(AllGather, source, x, comm, cut, adjoint, Summed(reduced_in), late_sum_of(source), begun)
+
+
+def begin_all_gather(
+    x: Tensor, comm: Communicator, *, dim: int, axes: Axes, size: int, within: Axes = (), unit: int = 1
+) -> Begun:
+    """Begin what `all_gather` then waits for. Until then nobody writes ``x``."""
     cut = Cut(dim, axes, size, within, unit)
-    return _apply(AllGather, *_source_of(x, source), comm, cut, adjoint, Summed(reduced_in))
+    wait = comm.start_all_gather(sent_part(x.detach(), comm, cut), axes)
+    return lambda: put_together(wait(), dim, cut.parts(comm))
+
+
+def reduced_late(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return the same tensors for one all-gather to read, whose reduce-scatter is waited for in their backward.
+
+    Autograd comes last to what was made first: what stands between this and the all-gather goes on beside it.
+    """
+    if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
+        return tensors
+    found: tuple[Tensor, ...] = ReducedLate.apply(LateSum(), *tensors)  # type: ignore[no-untyped-call]
+    return found
 
 
 def local_slice(

@@ -120,6 +120,11 @@ def _instruction_lines(plan: Plan, program: LocalProgram, instruction: Instructi
     elif instruction.kind == "later":
         awaited = ", ".join(f"%{name}" for name in instruction.reads)
         yield f"# the last of the backward: wait for the gradients of {awaited}"
+    elif instruction.kind == "begin":
+        yield f"%{instruction.outputs[0]} = begin(%{', %'.join(instruction.reads)})  # an all-gather, waited for below"
+    elif instruction.kind == "late":
+        awaited = ", ".join(f"%{name}" for name in instruction.reads)
+        yield f"# in the backward: wait for the gradients of {awaited}, which an all-gather below scatters"
     elif instruction.kind == "in place":
         yield f"{instruction.call.source}  # in one collective, what is said inside of operators above"
     elif instruction.kind == "shared":

@@ -72,6 +72,8 @@ class Backend:
         reduce_scatters: whether its reduce-scatter is quicker than an all-to-all and a local sum.
         buckets: how gradients are joined where all ranks share a host.
         buckets_between: the same where they stand on several.
+        overlaps: whether collectives of sharded parameters are begun early, and waited for late: all-gathers, and the
+            reduce-scatters of their gradients.
         infiniband: whether it goes over InfiniBand where there is one; else over TCP alone.
         within_host_by_loopback: whether ranks of one host talk through a network device, which counts their bytes.
         host_by_host: whether ranks of several hosts meet within each first, where each has as many of them; else they
@@ -95,6 +97,7 @@ class Backend:
     reduce_scatters: bool = True
     buckets: Buckets = Buckets()
     buckets_between: Buckets = Buckets()
+    overlaps: bool = False
     infiniband: bool = True
     within_host_by_loopback: bool = False
     host_by_host: bool = False
@@ -138,7 +141,9 @@ GLOO = Backend(
     },
     header_bytes=144,
 )
-NCCL = Backend(name="nccl", says="GPU", device="cuda", moves=("cuda",), dtypes=_DTYPES, names_network=True)
+NCCL = Backend(
+    name="nccl", says="GPU", device="cuda", moves=("cuda",), overlaps=True, dtypes=_DTYPES, names_network=True
+)
 # torch has taken the name "mpi" for a backend that it must be built with.
 MPI = Backend(
     name="mpi", says="CPU, started by mpirun", moves=("cpu",), torch_name="shardwright_mpi",

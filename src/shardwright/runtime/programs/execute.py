@@ -38,7 +38,7 @@ Pass = Literal["forward", "reduced", "deferred"]
 
 _STEPS = (
     "all_gather", "local_slice", "reduce_scatter", "all_to_all", "all_reduce", "enter",
-    "all_gather_together",
+    "begin_all_gather", "reduced_late", "all_gather_together", "begin_all_gather_together",
 )  # fmt: skip
 # What the source of a program may name.
 _NAMES = {

@@ -253,7 +253,7 @@ class Programs:
         remembered = self._remember(step, plan, function)
         backend = backend_moving(self._world.device.type, self._world.backend)
         buckets = backend.buckets if len(set(self._world.hosts)) == 1 else backend.buckets_between
-        program = lower(plan, self._world.rank, buckets.bytes, buckets.first_bytes)
+        program = lower(plan, self._world.rank, buckets.bytes, buckets.first_bytes, backend.overlaps)
         if self._dumps:
             from shardwright.compiler.report.ir import save_graphs  # loaded where graphs are saved
 

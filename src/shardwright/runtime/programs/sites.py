@@ -50,6 +50,8 @@ class Sites:
             forward, backward = self._labels.get(frame.f_lineno, _NO_LABELS)
             pulse.at(forward)
             result = function(*args, **kwargs)
+            if callable(result):  # a collective under way
+                return result
             first = result if isinstance(result, Tensor) else next(iter(result), None)
             if first is not None and first.grad_fn is not None:
                 first.grad_fn.register_prehook(hooks[backward])
@@ -99,14 +101,19 @@ def _words(program: LocalProgram, at: int) -> tuple[str, str]:
     instruction = program.instructions[at]
     if instruction.kind == "later":
         return "", ""  # `Sites.watched_later` tells of each bucket
-    if instruction.kind in ("bucket", "joined") and all(value.kind == "parameter" for value, _ in instruction.moves):
+    if instruction.kind == "late":
+        read = (later for later, one in enumerate(program.instructions) if set(instruction.outputs) & set(one.reads))
+        return "", _words(program, next(read))[1]
+    several = instruction.kind in ("bucket", "joined") or len(instruction.moves) > 1
+    if several and all(value.kind == "parameter" for value, _ in instruction.moves):
         names = [value.label for value, _ in instruction.moves]
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         named = f"{', '.join(names[:_NAMED])}{more}"
         return ("" if instruction.kind == "bucket" else named), f"the gradients of {named}"
     if instruction.kind == "in place":
         return "running statistics of batch norms", ""
-    user, value = _user(program, at), instruction.moves[0][0] if instruction.kind == "redistribution" else None
+    user = _user(program, at)
+    value = instruction.moves[0][0] if instruction.kind in ("redistribution", "begin") else None
     used = "" if user is None else _name(user)
     sums = instruction.moves
     if sums and user is not None and program.loss in user.results and all(summed.shape == () for summed, _ in sums):
