@@ -104,7 +104,8 @@ def stepped(plan, model, batch, monkeypatch, between, backwards=1):
     monkeypatch.setattr(ReshardAfterForward, "_note", note)
 
     def one(comm):
-        execution = Execution(lower(plan, comm.rank), plan.capture, comm, torch.device("cpu"), GradientReduction())
+        program = lower(plan, comm.rank, overlap=True)
+        execution = Execution(program, plan.capture, comm, torch.device("cpu"), GradientReduction())
         named = dict(model.named_parameters())
         parts = {}
         for kind, tensors in (("parameter", named), ("input", {"0": batch[0], "1": batch[1]})):

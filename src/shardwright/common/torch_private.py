@@ -211,6 +211,11 @@ def backward_number() -> int:
     return number
 
 
+def after_backward(function: Callable[[], None]) -> None:
+    """Call a function at the end of the backward that runs; not where that ends with an error."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
 def gradients_are_returned(leaf: torch.Tensor) -> bool:
     """Return whether `torch.autograd.grad` asked for the backward that runs, which then leaves nothing at ``leaf``.
 

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import whole
 from shardwright.common.pulse import site
+from shardwright.common.torch_private import backward_number
 from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.lower.check import check
 from shardwright.compiler.lower.liveness import peak_of
@@ -147,6 +148,30 @@ def test_products_run_between_the_begin_and_the_end(monkeypatch):
         under_way += {"begin reduce_scatter": 1, "end reduce_scatter": -1}.get(event[0], 0)
         most = max(most, under_way)
     assert most == 2
+
+
+def test_the_backward_gathers_the_weights_of_the_next_section_ahead(monkeypatch):
+    """Also where it does not come to that section: what was begun then ends with the backward."""
+    model, batch = network(layers=4)
+    plan = sharded(model, batch, 2)
+    begun, ended, start = [], [], SimulatedCommunicator.start_all_gather
+
+    def told(self, tensor, axes):
+        wait, inside = start(self, tensor, axes), backward_number() >= 0
+        begun.append(inside)
+        return lambda: (ended.append(inside), wait())[1]
+
+    monkeypatch.setattr(SimulatedCommunicator, "start_all_gather", told)
+    assert lower(plan, 0, overlap=True).prefetches
+    same(run(plan, model, batch), plain(model, loss_fn, batch), 1e-12)
+    regathers = sum(one.regathers for one in lower(plan, 0).instructions)
+    assert begun.count(True) == ended.count(True) == 2 * (regathers - 1)  # but the first of each rank's backward
+
+    begun.clear(), ended.clear()
+    last = "layers.3.3.weight"
+    found = executed(plan, model, batch, lambda loss, parameters: torch.autograd.grad(loss, [parameters[last]])[0])
+    torch.testing.assert_close(torch.cat(found), plain(model, loss_fn, batch)[f"gradient of {last}"])
+    assert begun.count(True) == ended.count(True) > 0
 
 
 def executed(plan, model, batch, then):

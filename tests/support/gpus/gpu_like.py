@@ -157,7 +157,9 @@ def step_on_gpu(plan: Plan, rank: int) -> tuple[dict[str, Any], Waits]:
         patch.setattr("shardwright.compiler.lower.operators.guard.OnItsWay", _NeverThere)
         patch.setattr("shardwright.runtime.programs.execute.Guard", lambda on: Guard(on=True))
         arguments = StepArguments(*(made(kind) for kind in ("parameter", "buffer", "input", "constant")), 0, 0)
-        execution = Execution(lower(plan, rank, overlap=True), captured, OnGpus(mesh, rank), LIKE_A_GPU, GradientReduction())
+        execution = Execution(
+            lower(plan, rank, overlap=True), captured, OnGpus(mesh, rank), LIKE_A_GPU, GradientReduction()
+        )
         with waits_in_a_step() as waits:
             values = execution.variables(arguments)
             values[execution.program.outputs[captured.loss]].backward()

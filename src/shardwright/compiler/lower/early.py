@@ -23,6 +23,7 @@ backward computes again all-gathers begin inside of the block.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,16 +46,17 @@ _AHEAD = (1 << 30, 8, 4, 2, 1)
 def begin_early(program: LocalProgram, plan: Plan) -> LocalProgram:
     """Begin all-gathers of parameters as early as they need, and as far as memory allows.
 
-    That is the plan's limit of memory or, without one, what the program takes anyway and a layer's parameters more.
+    That is the plan's limit of memory or, without one, what the program takes anyway and twice a layer's parameters
+    more: once for what is gathered early, and once for gradients that are scattered.
     """
-    gathers = list(_gathers(program))
-    if not gathers:
+    gathers, regathers = list(_gathers(program)), any(one.regathers for one in program.instructions)
+    if not (gathers or regathers):
         return program
     limit_bytes = plan.memory
     if limit_bytes is None:
-        limit_bytes = peak_of(plan, program).bytes + _layer_bytes(gathers, program)
-    for ahead in _AHEAD:
-        found = _Moving(program, plan, gathers, ahead).program()
+        limit_bytes = peak_of(plan, program).bytes + 2 * _layer_bytes(gathers, program)
+    for prefetches, ahead in itertools.product((True, False) if regathers else (False,), _AHEAD):
+        found = dataclasses.replace(_Moving(program, plan, gathers, ahead).program(), prefetches=prefetches)
         if peak_of(plan, found).bytes <= limit_bytes:
             return found
     return program
@@ -119,7 +121,7 @@ def _layer_bytes(gathers: Sequence[_Gather], program: LocalProgram) -> int:
         user = next((one.node for one in program.instructions[gather.at :] if one.node is not None), None)
         layer = layer_of(user.scope) if user is not None else ""
         layers[layer or str(gather.at)] += size
-    return max(layers.values())
+    return max(layers.values(), default=0)
 
 
 class _Moving:

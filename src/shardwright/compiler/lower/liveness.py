@@ -173,6 +173,8 @@ class _Lives:
         gradients: dict[int, int] = {}  # memory of a value -> the bytes of its gradient
         done = 0  # of the gradients of parameters
         whole: set[int] = set()  # memory that was made again, and is still to be read
+        come: set[frozenset[int]] = set()  # what is made again together, of which something was read
+        order = list(dict.fromkeys(self._together.values()))
         flying: dict[str, int] = {}  # what is scattered and not waited for -> the bytes of what is sent
         for at in reversed(range(len(self._program.instructions))):
             instruction = self._program.instructions[at]
@@ -183,7 +185,11 @@ class _Lives:
             if instruction.kind != "bucket" and self._has_gradient(instruction):
                 new = self._gradients_of(instruction)
                 read = {self._lies[name] for name in instruction.reads} if instruction.node else set()
-                asked = {self._together[memory] for memory in (read & set(self._together)) - whole}
+                asked = {self._together[memory] for memory in read & set(self._together)} - come
+                come |= asked
+                if self._program.prefetches:
+                    asked |= {order[at - 1] for at in map(order.index, asked) if at} - come
+                asked = {together for together in asked if not together & whole}
                 whole = whole.union(*asked)
                 made = sum(size for _, size in new) + sum(self._sizes[memory] for memory in whole)
                 made += sum(flying.values())

@@ -154,6 +154,7 @@ class LocalProgram:
     loss: str
     aux: tuple[str, ...]
     mutations: Mapping[str, str]
+    prefetches: bool = False  # whether the backward gathers anew what the section needs to which it comes next
 
     def collectives(self) -> list[tuple[str, str, Collective]]:
         """Every collective as (cause, direction, collective), those inside buckets singly, in order of the program."""
@@ -200,6 +201,7 @@ class LocalProgram:
                 yield f"{', '.join(names)}{',' if len(names) == 1 else ''} = {kind}", None
         last_reads, scope, at = self.last_reads(), None, 0
         gathered = [name for one in self.instructions if one.reshards for name in one.outputs]
+        before: list[int] = []  # what the section needs to which the backward comes next
         for section in sections(self.instructions):
             end, block = at + len(section), self.blocks.get(section[0].block)
             needed = sorted({gathered.index(name) for one in section for name in one.regathered})
@@ -219,7 +221,10 @@ class LocalProgram:
             if block and left:
                 yield f"[{left}] = {block.run}.before([{left}])", None
             if needed and left:
-                yield f"[{left}] = resharded.before({needed}, [{left}])", None
+                ahead = [number for number in before if number not in needed] if self.prefetches else []
+                also = f", {ahead}" if ahead else ""
+                yield f"[{left}] = resharded.before({needed}, [{left}]{also})", None
+                before = needed
             at = end
         loss = self.outputs[self.loss] if self.loss else None
         yield f"return {loss}, {self._outputs(self.aux)}, {self._outputs(self.mutations.values())}", None

@@ -4,7 +4,8 @@ Above all they are sharded parameters, of which autograd would keep the gathered
 about to keep is compared with them: in their place it keeps this rank's part. The backward gathers the whole once more
 before it comes to the last section of the program that needs it, and lets it go when the first one has had it. Which
 sections need it stands in the program, so that the backwards of all ranks gather in the same order, also where an
-operator on an empty part keeps nothing.
+operator on an empty part keeps nothing. Coming to a section it may begin what the next one needs, so that this is
+gathered beside what it computes.
 """
 
 from __future__ import annotations
@@ -19,15 +20,17 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from shardwright.common.torch_private import MemoryOf, backward_number, version
+from shardwright.common.torch_private import MemoryOf, after_backward, backward_number, version
 from shardwright.compiler.lower.recomputed import before_backward
-from shardwright.compiler.mesh.collectives import Axes, Communicator
-from shardwright.compiler.mesh.together import all_gather_together
+from shardwright.compiler.mesh.collectives import Axes, Communicator, begin_all_gather
+from shardwright.compiler.mesh.together import all_gather_together, begin_all_gather_together
 from shardwright.errors import UsageError
 
 Step = tuple[Callable[..., Tensor], dict[str, Any]]
 Gather = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 """A function that all-gathers whole tensors from this rank's shards."""
+Begin = Callable[[Sequence[Tensor]], Callable[[], Sequence[Tensor]]]
+"""A function that begins that, and returns what waits for it."""
 
 
 class _Gathered:
@@ -69,8 +72,10 @@ class _Gathered:
 class _Collective:
     """The way in which tensors are gathered together of this rank's parts, once in each backward."""
 
-    def __init__(self, names: Sequence[str], parts: Sequence[Tensor], gather: Gather) -> None:
-        self._names, self._parts, self._gather = names, [part.detach() for part in parts], gather
+    def __init__(self, names: Sequence[str], parts: Sequence[Tensor], gather: Gather, begin: Begin | None) -> None:
+        self._names, self._parts = names, [part.detach() for part in parts]
+        self._gather, self._begin = gather, begin
+        self._begun: tuple[int, Callable[[], Sequence[Tensor]]] | None = None  # in which backward, and its wait
         self._changes = [version(part) for part in parts]
         self._backward: int | None = None
         self._members: list[ref[_Gathered]] = []
@@ -80,6 +85,22 @@ class _Collective:
         made = [_Gathered(self) for _ in self._parts]
         self._members = [ref(member) for member in made]
         return made
+
+    def begin(self) -> None:
+        """Begin to gather, where this backward has not done so; it may then not come to what needs it."""
+        backward = backward_number()
+        begun_in = None if self._begun is None else self._begun[0]
+        if self._begin is None or backward in (self._backward, begun_in):
+            return
+        self._refuse_changed()
+        with torch.no_grad():
+            self._begun = backward, self._begin(self._parts)
+        after_backward(self._drop)
+
+    def _drop(self) -> None:
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            begun[1]()
 
     def ready(self) -> None:
         """Gather, where this backward has not done so."""
@@ -93,18 +114,23 @@ class _Collective:
 
     def run(self) -> None:
         """Give what is gathered to those that are needed."""
+        self._refuse_changed()
+        begun, self._begun = self._begun, None
+        with torch.no_grad():
+            is_there = begun is not None and begun[0] == backward_number()
+            wholes = begun[1]() if begun is not None and is_there else self._gather(self._parts)
+        for found, whole in zip(self._members, wholes, strict=True):
+            member = found()
+            if member is not None and member.kept:
+                member.whole = whole
+
+    def _refuse_changed(self) -> None:
         for name, part, changes in zip(self._names, self._parts, self._changes, strict=True):
             if version(part) != changes:
                 raise UsageError(
                     f"{name}, which the backward gathers again, was changed in place since the forward; call "
                     "backward() before optimizer.step()"
                 )
-        with torch.no_grad():
-            wholes = self._gather(self._parts)
-        for found, whole in zip(self._members, wholes, strict=True):
-            member = found()
-            if member is not None and member.kept:
-                member.whole = whole
 
 
 @dataclass(frozen=True)
@@ -158,7 +184,17 @@ class ReshardAfterForward:
                 gathered = function(gathered, comm, **arguments)
             return [gathered]
 
-        self._note([whole], _Collective([name], [part], gather))
+        def begin(parts: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
+            [part], (_, arguments) = parts, steps[0]
+            wait = begin_all_gather(
+                part,
+                comm,
+                **{name: given for name, given in arguments.items() if name not in ("adjoint", "reduced_in")},
+            )
+            return lambda: [wait()]
+
+        gathers_alone = len(steps) == 1 and "adjoint" in steps[0][1]  # as all_gather alone has it
+        self._note([whole], _Collective([name], [part], gather, begin if gathers_alone else None))
         return whole
 
     def together(
@@ -175,7 +211,10 @@ class ReshardAfterForward:
         def gather(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
             return all_gather_together(comm, axes, "slice", *zip(tensors, hows, strict=True))
 
-        self._note(wholes, _Collective(names, [part for part, _ in parts], gather))
+        def begin(tensors: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
+            return begin_all_gather_together(comm, axes, *zip(tensors, hows, strict=True))
+
+        self._note(wholes, _Collective(names, [part for part, _ in parts], gather, begin))
         return wholes
 
     def expect(self, numbers: Sequence[int]) -> None:
@@ -183,14 +222,18 @@ class ReshardAfterForward:
         if torch.is_grad_enabled():
             self._expected = [self._numbered[number] for number in numbers]
 
-    def before(self, numbers: Sequence[int], outputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return what a section makes for others, such that a backward first gathers what the section needs."""
+    def before(self, numbers: Sequence[int], outputs: Sequence[Tensor], ahead: Sequence[int] = ()) -> Sequence[Tensor]:
+        """Return what a section makes for others, such that a backward first gathers what the section needs.
+
+        It then begins what is ``ahead``, which the section before this one needs.
+        """
         if not torch.is_grad_enabled():
             return outputs
         needed, self._expected = [self._numbered[number] for number in numbers], []
         for gathered in needed:
             gathered.sections += 1
-        return before_backward(partial(_gather, needed), outputs)
+        following = [self._numbered[number].collective for number in ahead]
+        return before_backward(partial(_gather, needed, following), outputs)
 
     def _note(self, wholes: Sequence[Tensor], collective: _Collective) -> None:
         if torch.is_grad_enabled():
@@ -220,11 +263,13 @@ class ReshardAfterForward:
         return _Part(found, tuple(kept.size()), tuple(kept.stride()), int(kept.storage_offset()))
 
 
-def _gather(needed: Sequence[_Gathered]) -> None:
-    """Gather what a section needs to which the backward comes."""
+def _gather(needed: Sequence[_Gathered], ahead: Sequence[_Collective]) -> None:
+    """Gather what a section needs to which the backward comes, and begin what is ahead."""
     for gathered in needed:
         gathered.collective.ready()
         gathered.come()
+    for collective in ahead:
+        collective.begin()
 
 
 def _unpack(packed: _Part | _Whole) -> Tensor:
