@@ -119,9 +119,3 @@ def test_callbacks_that_differ_between_ranks_are_refused_before_training(refused
 @pytest.mark.parametrize("name", CALLS)
 def test_folders_and_settings_that_differ_between_ranks_are_refused(refused, name):
     assert refused[0][name].startswith("ranks disagree about ")
-
-
-def test_nothing_is_written_and_what_rank_0_alone_does_may_be_of_rank_0_alone(refused):
-    _, newest, folder = refused
-    assert newest == "step-00000001"
-    assert [path.name for path in folder.iterdir()] == ["all"]

@@ -45,7 +45,7 @@ def run(size, points, wishes, seed, collectives=2, until=()):
     return found
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 12))])
+@pytest.mark.parametrize("seed", [0, 1])
 def test_all_ranks_keep_every_appointment_at_the_same_point(seed):
     draw = random.Random(seed)
     wishes = {

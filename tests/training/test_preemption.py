@@ -78,20 +78,6 @@ def test_where_the_job_is_marked_as_failed_a_rank_leaves_at_once_and_saves_nothi
     assert not list(tmp_path.glob("run/step-*"))
 
 
-@pytest.mark.slow
-def test_minutes_are_rank_0_s_and_all_ranks_save_at_the_same_step(tmp_path):
-    options = {"every_minutes": 0.3 / 60}
-    everyone = run_ranks(2, minutes, str(tmp_path), options)
-    saved = sorted(path.name for path in tmp_path.glob("step-*"))
-    assert everyone == [None, None]
-    assert saved[-1] == "step-00000060", "the end is saved, too"
-    assert len(saved) > 2
-
-
-def minutes(directory, options):
-    return told_to_end(directory, (), 60, (20, 40), **options)[0]
-
-
 SCRIPT = """
 import os, sys, time
 import torch
@@ -176,16 +162,3 @@ def test_term_to_the_launcher_saves_and_the_run_that_goes_on_ends_as_one_that_wa
     assert not first.keys() & losses(second).keys()
     assert {**first, **losses(second)} == losses(whole)
     assert len(losses(whole)) == 20
-
-
-@pytest.mark.timeout(200)
-@pytest.mark.slow
-def test_where_a_rank_dies_the_others_leave_at_once_without_saving(script, tmp_path):
-    process = started(script, tmp_path / "run", "no", epochs=5000)
-    text = read_until(process, "epoch: 1 step: 3", r"pid 0 \d+\n", r"pid 1 \d+\n")
-    pids = dict(re.findall(r"pid (\d) (\d+)", text))
-    os.kill(int(pids["1"]), signal.SIGKILL)
-    rest, _ = process.communicate(timeout=100)  # the grace period is 600 s
-    assert process.returncode == 137, rest
-    assert "rank 1 failed first" in rest
-    assert not list(tmp_path.glob("run/step-*"))

@@ -1,7 +1,6 @@
 """Traces of chosen steps."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +9,6 @@ from torch import nn
 import shardwright as sw
 from ranks import run_ranks
 from shardwright.compiler.report.traces import merged
-from shardwright.errors import UsageError
-from shardwright.training import tracing
 
 
 def trace(rank, base_ns):
@@ -30,32 +27,6 @@ def test_traces_of_ranks_become_processes_of_one_on_one_clock():
     assert [events["process_name", pid]["args"]["name"] for pid in (1, 2)] == ["rank 0: python", "rank 1: python"]
     assert [events["aten::mm", pid]["ts"] for pid in (1, 2)] == [10.0, 511.0]
     assert events["fwdbwd", 1]["id"] != events["fwdbwd", 2]["id"]
-
-
-def test_numbers_that_are_no_steps_are_refused(tmp_path):
-    with pytest.raises(UsageError, match=r"numbers of steps from 1 on, got \[0, 2\]"):
-        sw.Tracer(tmp_path, [0, 2])
-
-
-def steps_of(tracer, numbers):
-    """The tracer in a run of these steps without a model."""
-    world = SimpleNamespace(rank=0, device=torch.device("cpu"))
-    run = SimpleNamespace(world=world, steps=0, parallel=SimpleNamespace(executions=list))
-    tracer.on_fit_begin(run)
-    for run.steps in numbers:
-        tracer.on_step_end(run)
-    tracer.on_fit_end(run)
-
-
-def test_a_trace_that_cannot_be_written_is_told_once_and_ends_no_training(tmp_path, capsys, monkeypatch):
-    (tmp_path / "taken").touch()
-    steps_of(sw.Tracer(tmp_path / "taken", [1, 3]), range(1, 5))
-    said = capsys.readouterr().out
-    assert said.startswith(f"no trace in {tmp_path / 'taken'}: {tmp_path / 'taken'}: File exists; ")
-    assert said.count("\n") == 1
-    monkeypatch.setattr(tracing, "from_all_ranks", lambda mine: [mine, ("No space left on device", None)])
-    steps_of(sw.Tracer(tmp_path / "traces", [1]), range(1, 3))
-    assert "rank 1: No space left on device; the training goes on" in capsys.readouterr().out
 
 
 class Net(nn.Module):

@@ -2,15 +2,10 @@
 
 import contextlib
 import io
-import itertools
 import os
 import re
-import socket
 import subprocess
-import time
 import warnings
-from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,84 +15,11 @@ import shardwright as sw
 from models import NETWORKS
 from ranks import run_ranks
 from shardwright.compiler.mesh.mesh import Mesh
-from shardwright.compiler.mesh.processes import ProcessCommunicator
 from shardwright.compiler.mesh.redistribute import Collective
-from shardwright.distributed.backends.table import GLOO, NCCL, SHM
-from shardwright.launch.hosts.network import Device, read_devices
+from shardwright.distributed.backends.table import GLOO, NCCL
 from shardwright.runtime.parallel import EagerFallback
-from shardwright.training.network.nccl_network import chosen_network, over_sockets
 from shardwright.training.network.prediction import flows_between
-from shardwright.training.network.traffic import HostTraffic, TrafficWatch, measure, traffic_lines
-from sysfs import Tree
 from veth import ADDRESSES, DEVICE, enter, namespaces
-
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-AXES = ("x",)
-TIMES = 8
-
-
-def loopback_payload():
-    lo = read_devices().devices["lo"]
-    return lo.out_bytes - 52 * lo.out_packets
-
-
-def quiet():
-    """Returns when the loopback has counted everything that was on its way."""
-    before = None
-    while before != (before := loopback_payload()):
-        time.sleep(0.03)
-
-
-def communicate(name, folder):
-    """(kind, bytes) -> what this rank's namespace moved for `TIMES` collectives of ours, without packet headers."""
-    enter(name)
-    torch.set_num_threads(1)
-    size, met = sw.init("gloo").size, itertools.count()
-
-    def meet():
-        """By files, which move nothing over the loopback."""
-        number = next(met)
-        (folder / f"{number}.{os.environ['RANK']}").touch()
-        until_s = time.monotonic() + 60
-        while len(list(folder.glob(f"{number}.*"))) < size:
-            assert time.monotonic() < until_s
-            time.sleep(0.002)
-
-    comm = ProcessCommunicator(Mesh.of(x=size))
-    comm.prepare([AXES])
-    found = {}
-    for kind in KINDS:
-        for elements in (1, 300_000):
-            whole, pieces = torch.ones(elements * size), [torch.ones(elements) for _ in range(size)]
-            run = {
-                "all_reduce": lambda x=whole: comm.all_reduce(x, AXES),
-                "all_gather": lambda x=pieces: comm.all_gather(x[0], AXES),
-                "reduce_scatter": lambda x=pieces: comm.reduce_scatter(torch.stack(x), AXES),
-                "all_to_all": lambda x=pieces: comm.all_to_all(x, AXES),
-            }[kind]
-            run()
-            meet()
-            quiet()
-            before = loopback_payload()
-            meet()
-            for _ in range(TIMES):
-                run()
-            meet()
-            quiet()
-            found[kind, elements * size * 4] = loopback_payload() - before
-            meet()  # the others read too before anything is sent
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_gloo_moves_what_the_table_of_ways_says(size, tmp_path):
-    with namespaces(1) as (name,):
-        measured = run_ranks(size, communicate, name, tmp_path)[0]
-    for (kind, buffer_bytes), payload in measured.items():
-        counted = {Collective(kind, AXES, buffer_bytes): TIMES}
-        predicted = flows_between(counted, Mesh.of(x=size), ["here"] * size, GLOO)["here", "here"]
-        assert payload == pytest.approx(predicted, rel=0.05), (kind, buffer_bytes)
 
 
 class Wide(nn.Module):
@@ -226,28 +148,6 @@ def test_a_run_on_two_hosts_predicts_what_the_link_counts(large):
     assert f"{DEVICE}: " in first
 
 
-@pytest.mark.slow
-def test_with_several_ranks_on_each_host_only_what_crosses_is_predicted_for_the_link():
-    with namespaces() as names:
-        printed = run_ranks(4, train, names, True, ["data"], "gloo", timeout=110)[0]["data"]
-    lines = [read_line(line) for line in printed.splitlines() if line.startswith("traffic")]
-    assert [line[:2] for line in lines] == [
-        (f"node{i}, {place}", device)
-        for i in (0, 1)
-        for place, device in (("with other hosts", DEVICE), ("within it", "lo"))
-    ]
-    once_around = (
-        8 * sum(p.numel() for p in Wide().parameters()) * 4 * 2 * 3 / 4
-    )  # one edge of the ring, both ways round
-    assert [line[2] for line in lines] == pytest.approx([once_around] * 4, rel=0.05)
-
-
-def test_a_world_of_one_says_nothing(capsys):
-    world = SimpleNamespace(size=1, rank=0)
-    TrafficWatch(None, world).end()
-    assert capsys.readouterr().out == ""
-
-
 # Who sends to whom
 
 
@@ -268,97 +168,4 @@ def test_what_crosses_hosts_depends_on_the_way():
     }
 
 
-def test_hosts_whose_ranks_share_memory_send_nothing_twice():
-    """All kinds by what each host has and the other lacks; where hosts have not as many ranks all goes by gloo."""
-    sent = {
-        kind: flows_between({Collective(kind, ("dp",), 1000): 1}, Mesh.of(dp=4), ["a", "a", "b", "b"], SHM)
-        for kind in KINDS
-    }
-    expected = {"all_reduce": 1000, "all_gather": 500, "reduce_scatter": 500, "all_to_all": 1000}
-    assert sent == {kind: {("a", "b"): size, ("b", "a"): size} for kind, size in expected.items()}
-    reduced, uneven = {Collective("all_reduce", ("dp",), 1000): 1}, ["a", "b", "b", "b"]
-    assert flows_between(reduced, Mesh.of(dp=4), uneven, SHM) == flows_between(reduced, Mesh.of(dp=4), uneven, GLOO)
-    large = flows_between({Collective("all_reduce", ("dp",), 3_000_000): 1}, Mesh.of(dp=6), [*"aabbcc"], SHM)
-    assert set(large.values()) == {2_000_000}
-
-
 # NCCL over sockets
-
-PORT = Device("mlx5_0/1", "infiniband", True, 0, 0, speed="100 Gb/sec (4X EDR)", unit_bytes=4, network_device="ib0")
-ETH0 = Device("eth0", "ethernet", True, 0, 0)
-
-
-@pytest.fixture
-def seen(tmp_path):
-    """The report of two hosts like this tree, on which a port and eth0 sent and received so many bytes."""
-    tree = Tree(tmp_path / "sys")
-
-    def report(port_bytes, eth0_bytes, nccl=None):
-        before = read_devices(tree.root)
-        words = port_bytes // 4
-        tree.count({"rx_bytes": eth0_bytes, "tx_bytes": eth0_bytes}, {"port_rcv_data": words, "port_xmit_data": words})
-        between, within = measure(before, read_devices(tree.root))
-        flows = {("a", "b"): 1e9, ("b", "a"): 1e9, ("a", "a"): 5e8}
-        return traffic_lines([HostTraffic(name, between, within, nccl) for name in ("a", "b")], flows, NCCL)
-
-    return report
-
-
-def test_nccl_over_infiniband_is_in_order(seen):
-    lines = seen(1_010_000_000, 20_000)
-    assert lines == [
-        "traffic | a, with other hosts | predicted: 1.00 GB in, 1.00 GB out | mlx5_0/1: 1.01 GB in, 1.01 GB out"
-        " | eth0: 20.00 kB in, 20.00 kB out | +1.0% in, +1.0% out",
-        "traffic | a, within it | predicted: 500.00 MB | not over the network",
-        "traffic | b, with other hosts | predicted: 1.00 GB in, 1.00 GB out | mlx5_0/1: 1.01 GB in, 1.01 GB out"
-        " | eth0: 20.00 kB in, 20.00 kB out | +1.0% in, +1.0% out",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("port_bytes", "eth0_bytes", "nccl", "how"),
-    [
-        (0, 1_050_000_000, None, "sent its bytes over eth0"),
-        (0, 1_050_000_000, "Socket", "says that it uses sockets"),
-        (800_000_000, 0, "Socket", "says that it uses sockets"),  # another job's bytes on the port excuse nobody
-    ],
-)
-def test_nccl_over_sockets_although_infiniband_is_there(seen, port_bytes, eth0_bytes, nccl, how):
-    warnings_ = [line for line in seen(port_bytes, eth0_bytes, nccl) if "warning" in line]
-    assert len(warnings_) == 2
-    assert warnings_[0].startswith(
-        f"traffic | a | warning: NCCL {how} although InfiniBand is active on mlx5_0/1 (100 Gb/sec (4X EDR)); look at "
-    )
-    for word in ("NCCL_IB_DISABLE", "NCCL_IB_HCA", "ulimit -l", "NCCL_DEBUG=INFO"):
-        assert word in warnings_[0]
-
-
-@pytest.mark.parametrize(
-    ("sent", "predicted_bytes", "chosen"),
-    [
-        ([(PORT, 0), (ETH0, 10**9)], 1e9, "IB"),  # another program used Ethernet
-        ([(replace(PORT, up=False), 0), (ETH0, 10**9)], 1e9, "Socket"),
-        ([(ETH0, 10**9)], 1e9, "Socket"),
-        ([(PORT, 0), (ETH0, 10**9)], 1e4, None),  # too little to tell
-        ([(PORT, 10**9), (ETH0, 10**9)], 1e9, None),
-    ],
-)
-def test_no_warning_without_cause(sent, predicted_bytes, chosen):
-    assert over_sockets("a", sent, predicted_bytes, chosen) == []
-
-
-def test_nccl_s_own_words(tmp_path):
-    variables = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": f"{tmp_path}/nccl.%h.%p"}
-    assert chosen_network(variables) is None
-    log = tmp_path / f"nccl.{socket.gethostname().split('.')[0]}.{os.getpid()}"
-    log.write_text(
-        "node0:7:7 [0] NCCL INFO NET/IB : No device found.\n"
-        "node0:7:7 [0] NCCL INFO NET/Socket : Using [0]eth0:10.0.0.1<0>\n"
-        "node0:7:7 [0] NCCL INFO Using network Socket\n"
-    )
-    assert chosen_network(variables) == "Socket"
-    assert chosen_network({**variables, "NCCL_DEBUG": "WARN"}) is None
-    log.write_text(
-        "node0:7:7 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [RO]; OOB ib0:10.0.0.1<0>\nUsing network IB\n"
-    )
-    assert chosen_network(variables) == "IB"

@@ -318,27 +318,3 @@ def test_arguments_that_do_not_fit_are_refused(options, message):
     with pytest.raises(UsageError) as refused:
         sw.Trainer(None, None, **options)
     assert message in str(refused.value)
-
-
-def given_precisions():
-    """What trainers of one model compute in, by what `sw.parallelize` and they are told; the last word of a refusal."""
-    sw.init(device="cpu")
-    make, loss_fn, batch = NETWORKS["perceptron"]
-    found = []
-    for told, own in (("fp16", None), (None, "bf16"), (None, None), ("bf16", "bf16"), ("float32", "bf16")):
-        parallel = sw.parallelize(make(), loss_fn, batch(4), "single", batch="global", precision=told)
-        try:
-            trainer = sw.Trainer(parallel, torch.optim.SGD(parallel.parameters(), 0.1), precision=own)
-        except UsageError as refused:
-            found.append(str(refused))
-        else:
-            found.append((trainer.precision, trainer.scaler.is_enabled()))
-    return found
-
-
-def test_a_trainer_computes_in_the_precision_that_the_model_was_given():
-    [(*found, refused)] = run_ranks(1, given_precisions)
-    assert found == [("fp16", True), ("bf16", False), ("float32", False), ("bf16", False)]
-    assert refused == (
-        "the trainer is to compute in bf16, and sw.parallelize was told precision='float32'; leave one of the two out"
-    )

@@ -136,11 +136,3 @@ def test_the_middle_of_an_epoch_goes_on_with_the_next_sample_on_other_ranks(tmp_
     assert "step-00000001: epoch 1, 1 steps" in parts[1][0]["text"]
     assert "epoch: 2 step: 2, loss is" in parts[2][0]["text"]
     assert not any(rank["text"] for part in parts for rank in part[1:])
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_8_then_6_then_1_then_4_ranks(tmp_path):
-    stops = [(8, 2, "data", {}), (6, 4, "data", {}), (1, 6, "auto", {}), (4, None, "data", {})]
-    parts = in_parts(tmp_path / "parts", stops, UNEVEN)
-    assert check(parts, uninterrupted(tmp_path / "whole", UNEVEN), UNEVEN) == 3

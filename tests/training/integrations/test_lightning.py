@@ -119,10 +119,9 @@ def fitted(folder, strategy):
     ("ranks", "options"),
     [
         (2, {"mode": "data"}),
-        (2, {"mode": "auto", "mesh": "tp=2", "search": "propagation", "inputs": "whole"}),
         (4, {"mode": "auto", "mesh": "dp=2,tp=2", "search": "propagation"}),
     ],
-    ids=["data", "split", "4"],
+    ids=["data", "4"],
 )
 def test_the_losses_are_those_of_one_device(tmp_path, ranks, options):
     for name in ("alone", "ranks"):
@@ -145,46 +144,6 @@ def by_epoch(own, batch, batch_idx):
 def a_number(own, batch, batch_idx):
     own.log("rate", 0.1)
     return own.net(batch[0]).sum()
-
-
-def counting(own, batch, batch_idx):
-    own.count = own.net(batch[0]).sum()
-
-
-def printing(own, batch, batch_idx):
-    own.log("rate", own.net(batch[0]).sum() * batch_idx)
-
-
-def refused_split(folder):
-    import lightning.pytorch as pl
-    import torch
-
-    from shardwright.training.integrations.lightning import ShardwrightStrategy
-
-    as_launched()
-    strategy = ShardwrightStrategy(mode="auto", mesh="tp=2", search="propagation", inputs="whole")
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_progress_bar=False, default_root_dir=folder,
-        enable_model_summary=False, enable_checkpointing=False, limit_val_batches=0, strategy=strategy,
-    )  # fmt: skip
-    own = module()
-    trainer.fit(own, data(shuffle=False))
-    own.count = torch.zeros(())
-    found = []
-    for step in (counting, printing):
-        type(own).test_step = step
-        try:
-            trainer.test(own, data(shuffle=False), verbose=False)
-        except ShardwrightError as error:
-            found.append(str(error))
-    return found
-
-
-def test_a_step_that_cannot_be_captured_is_refused_where_parameters_are_split(tmp_path):
-    for counted, printed in run_ranks(2, refused_split, str(tmp_path), timeout=100):
-        assert "test_step changes count, which a captured step would not do again; log what is to be" in counted
-        assert "test_step is captured because parameters are split over the ranks: leave it out" in counted
-        assert "test_step asks for batch_idx" in printed
 
 
 def appending(own, batch, batch_idx):

@@ -73,12 +73,6 @@ def check_written(name, tmp_path, options=SPLIT, ranks=2):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_split_model_with_tied_weights_is_written_by_the_ranks_that_hold_it(tmp_path):
-    check_written("gpt2", tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_experts_that_transformers_keeps_apart_in_files_are_read_as_they_are_here(tmp_path):
     found, *_ = run_ranks(2, looped, "mixtral", str(tmp_path / "model"), SPLIT, "20KB", timeout=250)
     assert all(found[1].values()), found[1]
@@ -86,7 +80,7 @@ def test_experts_that_transformers_keeps_apart_in_files_are_read_as_they_are_her
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", ["llama", "t5", "bert"])
+@pytest.mark.parametrize("name", ["t5"])
 def test_other_models_are_written(name, tmp_path):
     check_written(name, tmp_path)
     check_written(name, tmp_path / "four", {"mode": "auto", "mesh": "dp=2,tp=2", "search": "propagation"}, 4)
@@ -182,11 +176,7 @@ needs_accelerate = pytest.mark.skipif(
 @needs_accelerate
 @pytest.mark.slow
 @pytest.mark.timeout(450)
-@pytest.mark.parametrize(
-    ("ranks", "options"),
-    [(2, {"mode": "data"}), (2, {"mesh": "tp=2", "search": "propagation"}), (4, {"mesh": "dp=2,tp=2"})],
-    ids=["data", "split", "4"],
-)
+@pytest.mark.parametrize(("ranks", "options"), [(2, {"mode": "data"}), (4, {"mesh": "dp=2,tp=2"})], ids=["data", "4"])
 def test_the_trainer_logs_the_losses_of_one_device(tmp_path, ranks, options):
     check_trainer(tmp_path, ranks, options)
 
