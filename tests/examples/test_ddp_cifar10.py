@@ -1,7 +1,6 @@
 """A script written for torchrun runs unchanged under our launcher, and gives the same."""
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -35,13 +34,6 @@ def runs(tmp_path_factory):
         assert done.returncode == 0, done.stdout + done.stderr
         found[launcher] = done.stdout, folder
     return found
-
-
-@pytest.mark.slow
-def test_rank_0_saves_every_epoch(runs):
-    for text, folder in runs.values():
-        assert re.findall(r"^epoch (\d): loss \d", text, re.MULTILINE) == ["0", "1"]
-        assert sorted(path.name for path in folder.glob("*.pth")) == ["epoch_0.pth", "epoch_1.pth"]
 
 
 @pytest.mark.slow

@@ -37,9 +37,9 @@ def losses_in(text):
     return [float(loss) for *_, loss in lines]
 
 
-@pytest.mark.parametrize("mode", [pytest.param("data", marks=pytest.mark.slow), "semi-auto", "auto"])
 @pytest.mark.parametrize(
-    ("gradients", "tolerance"), [("mean", 1e-5), pytest.param("sum", 2e-5, marks=pytest.mark.slow)]
+    ("mode", "gradients", "tolerance"),
+    [("semi-auto", "mean", 1e-5), ("auto", "mean", 1e-5), pytest.param("data", "sum", 2e-5, marks=pytest.mark.slow)],
 )
 def test_eight_ranks_lose_as_the_reference(mode, gradients, tolerance):
     expected = LOSSES["losses_batch_16"] if gradients == "mean" else SUMMED
@@ -47,9 +47,7 @@ def test_eight_ranks_lose_as_the_reference(mode, gradients, tolerance):
         assert losses == pytest.approx(expected, rel=0, abs=tolerance)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "rows"), [(1, 16), *(pytest.param(ranks, 16, marks=pytest.mark.slow) for ranks in (2, 4)), (1, 2), (2, 2)]
-)
+@pytest.mark.parametrize(("ranks", "rows"), [(1, 16), (2, 2)])
 def test_fewer_ranks_lose_as_the_reference(ranks, rows):
     for losses in run_ranks(ranks, run_example, "--batch", str(rows)):
         assert losses == pytest.approx(LOSSES[f"losses_batch_{rows}"], rel=0, abs=1e-5)
@@ -136,13 +134,3 @@ def test_the_program_is_dumped_as_the_python_that_runs(dumps):
     source = (dumps / "rank_0" / "program.py").read_text()
     compile(source, "program.py", "exec")
     assert "matmul_v1 = reduce_scatter(matmul, comm, dim=1, axes=('tp.0', 'tp.1'), size=16)" in source
-
-
-def test_later_programs_are_dumped_beside_the_first(dumps):
-    folder = dumps / "rank_0" / "program_2"
-    assert sorted(os.listdir(folder)) == ["execute.ir", "program.py", "step_parallel_begin.ir"]
-    assert not (dumps / "rank_0" / "program_3").exists()  # training goes on with the first
-
-
-def test_the_example_stays_short():
-    assert len(EXAMPLE.read_text().splitlines()) < 100
