@@ -15,7 +15,9 @@ from torch import Tensor
 from shardwright.compiler.capture.ir import Capture
 from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.mesh.mesh import Mesh
+from shardwright.compiler.plan.baselines import fully_sharded
 from shardwright.compiler.plan.make import make_plan
+from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.request import PlanRequest
 from shardwright.errors import CaptureError, UsageError
 from whole import run, splitting_hardware
@@ -29,6 +31,8 @@ MODES: Mapping[str, Mapping[str, Any]] = {
     "split": {"mode": "auto", "hardware": splitting_hardware()},
     "propagation": {"mode": "auto", "search": "propagation"},
     "recomputed": {"mode": "data", "recompute": ("*",)},
+    "sharded": {"mode": "data"},
+    "sharded, recomputed": {"mode": "data", "recompute": ("*",)},
 }
 
 
@@ -43,6 +47,14 @@ class Case:
         if self.mode == "single":
             return PlanRequest(Mesh(()), "single")
         return PlanRequest(Mesh.of(d=self.ranks), **MODES[self.mode])
+
+    def plan(self, captured: Capture) -> Plan:
+        """Return the plan of a graph, in which "sharded" parameters are gathered, and gathered anew, where they are."""
+        plan = make_plan(captured, self.request())
+        if not self.mode.startswith("sharded"):
+            return plan
+        again = [value.name for value in captured.values.values() if value.of_parameter][::2]
+        return fully_sharded(plan.graph, self.request()).computing_again(plan.recomputed, frozenset(again))
 
 
 CASES = [Case("single"), *(Case(mode, ranks) for ranks in (2, 3, 4) for mode in MODES)]
@@ -118,7 +130,7 @@ class Held:
             model, _, batch = self.program.made()
             with torch.autocast("cpu", enabled=False):
                 try:
-                    plan = make_plan(captured, case.request())
+                    plan = case.plan(captured)
                 except UsageError as error:
                     if "which no module matches" in str(error):
                         return  # nothing to recompute

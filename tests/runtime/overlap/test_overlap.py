@@ -1,5 +1,10 @@
 """Gradients are reduced while the backward goes on, in one order on all ranks, and an error in between is told."""
 
+import copy
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -8,14 +13,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardwright as sw
 import whole
 from ranks import run_ranks
+from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.lower.lower import lower
 from shardwright.compiler.mesh.collectives import views_into
 from shardwright.compiler.mesh.mesh import Mesh
+from shardwright.compiler.mesh.processes import ProcessCommunicator
 from shardwright.compiler.mesh.simulate import SimulatedCommunicator, simulate
+from shardwright.compiler.plan.baselines import fully_sharded
+from shardwright.compiler.plan.pricing.graph import RuledGraph
+from shardwright.compiler.plan.request import PlanRequest
+from shardwright.distributed.backends.table import GLOO
 from shardwright.errors import ShardwrightError
 from shardwright.runtime.programs.buckets import BucketOrder, GradientReduction
 from shardwright.runtime.programs.execute import Execution, StepArguments
-from whole import plan_of, run, same
+from whole import losses_of, plan_of, run, same
 
 
 def test_gradients_have_their_shapes_in_a_bucket_the_empty_ones_too():
@@ -173,3 +184,45 @@ def reductions(hosts):
 @pytest.mark.parametrize(("hosts", "expected"), [(("one", "one"), 1), (("one", "other"), 2)])
 def test_over_a_network_gradients_begin_to_travel_while_the_backward_computes(hosts, expected):
     assert run_ranks(2, reductions, hosts) == [expected] * 2
+
+
+def begun_on_gloo():
+    """Two steps with sharded parameters, of which some are resharded after the forward, and gradients of two batches.
+
+    With how many collectives were begun, and what plain PyTorch gives.
+    """
+    object.__setattr__(GLOO, "overlaps", True)
+    begun = Counter()
+    for name in ("start_all_gather", "start_reduce_scatter"):
+        start = getattr(ProcessCommunicator, name)
+
+        def counting(self, tensor, axes, name=name, start=start):
+            begun[name] += 1
+            return start(self, tensor, axes)
+
+        setattr(ProcessCommunicator, name, counting)
+    sw.init("gloo")
+    model, x = network(4)
+    plain = copy.deepcopy(model)
+    plan = fully_sharded(RuledGraph.of(captured_step(model, loss_fn, x, {})), PlanRequest(Mesh.of(d=2)))
+    weights = [value.name for value in plan.capture.of_kind("parameter") if len(value.shape) == 2]
+    plan = replace(plan, again=frozenset(weights[1:3]))
+    parallel = sw.parallelize(model, loss_fn, x, plan=plan, batch="global")
+    losses = losses_of(parallel, torch.optim.AdamW(parallel.parameters(), lr=1e-3), x)
+    found = losses, {name: tensor.clone() for name, tensor in parallel.full_state_dict().items()}
+    expected = losses_of(partial(loss_fn, plain), torch.optim.AdamW(plain.parameters(), lr=1e-3), x), plain.state_dict()
+    for each in (parallel, partial(loss_fn, plain)):
+        for part in (x, 2 * x):
+            each(part).backward()
+    pairs = zip(parallel.parameters(), plain.parameters(), strict=True)
+    return found, expected, [(ours.grad.full_tensor(), theirs.grad) for ours, theirs in pairs], begun
+
+
+def test_two_ranks_of_gloo_give_what_one_device_gives_with_collectives_beside_computing():
+    for (losses, state), (expected, parameters), gradients, begun in run_ranks(2, begun_on_gloo):
+        assert losses == pytest.approx(expected, rel=1e-12)
+        torch.testing.assert_close(state, dict(parameters))
+        for ours, theirs in gradients:
+            torch.testing.assert_close(ours, theirs)
+        assert begun["start_all_gather"] >= 5 * 3
+        assert begun["start_reduce_scatter"] >= 5 * 2
