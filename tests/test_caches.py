@@ -64,7 +64,7 @@ DICTIONARIES = {
     "compiler/plan/search/search.py": ("_weights",),
     "compiler/plan/search/weights.py": ("_known",),
     "compiler/plan/mesh_search.py": ("_sizes",),
-    "runtime/compiled/compiler.py": ("_chosen",),
+    "runtime/compiled/compiler.py": ("_chosen", "_kinds"),
     "runtime/graphs/captures.py": ("_known",),
     "runtime/programs/resharded.py": ("_known",),
     "runtime/programs/programs.py": ("parts", "_by_key"),

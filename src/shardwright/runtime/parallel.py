@@ -34,7 +34,7 @@ from shardwright.errors import CaptureError, UsageError
 from shardwright.launch.options.save_graphs import SaveGraphs
 from shardwright.runtime.captured import Options, Parallel
 from shardwright.runtime.checks.check import Checks, checks_problem
-from shardwright.runtime.compiled.needs import compile_problem
+from shardwright.runtime.compiled.needs import Compile, compile_problem, is_to_compile
 from shardwright.runtime.eager_parallel import parallelize_eagerly
 from shardwright.runtime.graphs.captures import Captures
 from shardwright.runtime.graphs.dynamic import Dynamic, dynamic_problem, labels_and_shapes
@@ -75,7 +75,7 @@ def parallelize(
     recompute: str | Sequence[str] = (),
     save_graphs: str | PathLike[str] | tuple[str | PathLike[str], int] | None = None,
     init: Init | None = None,
-    compile: bool = False,
+    compile: Compile = False,
     checks: Checks = "usual",
     precision: Precision | None = None,
     reduce_dtype: torch.dtype | None = None,
@@ -126,7 +126,7 @@ def parallelize(
             ``model.to_empty(device=...)`` and ``model.apply(init)`` after `set_seed`, for any plan and number of ranks.
         compile: let torch.compile make code of the operators between collectives, with the same numbers as without up
             to rounding; a line says how long that took. It is done at the first step of each shape of a batch, and kept
-            for later runs.
+            for later runs. "auto" does it on GPUs alone, and leaves models uncompiled that cannot be captured.
         checks: "usual" compares what ranks hold alike, whole batches that all pass, and which collectives they have
             begun, in the first steps and then in one of a hundred; "full" in each step, to find in development which
             step parts them.
@@ -197,12 +197,14 @@ def parallelize(
     predict = predict_fn and outputs_alone(predict_fn)
     captures = Captures(model, loss_fn, pins or {}, batch_norm, predict, dynamic, world.device, reduce_dtype)
     planner = Planner(captures, request)
+    compiles = is_to_compile(compile, world.device.type)
+    options_of_run = Options(batch, gradients, dumps, init, compiles, checks)
     try:
-        made = Parallel(planner, sample_batch, Options(batch, gradients, dumps, init, compile, checks), world, plan)
+        made = Parallel(planner, sample_batch, options_of_run, world, plan)
         made.precision = precision
         return made
     except CaptureError as error:
-        needed = MODES[called].captured or limit is not None or patterns or compile or reduce_dtype
+        needed = MODES[called].captured or limit is not None or patterns or compile is True or reduce_dtype
         if needed or (isinstance(error, ChangesParameterError) and world.size > 1):
             raise
         if batch_norm == "global" and _has_batch_norm(model):

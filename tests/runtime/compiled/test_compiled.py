@@ -2,6 +2,7 @@
 
 import itertools
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from shardwright.compiler.lower.lower import lower
 from shardwright.compiler.lower.program import Instruction
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.runtime.compiled.compiler import Compiler, NotCompiled, Stretch, in_stretches
-from shardwright.runtime.compiled.needs import compile_problem
+from shardwright.runtime.compiled.needs import compile_problem, is_to_compile
 from shardwright.runtime.programs.execute import may_be_compiled
 from shardwright.training.zoo import GPT
 from whole import plan_of, run, same
@@ -137,22 +138,24 @@ def test_what_is_missing_is_told_before_anything_is_captured(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert "there is no no-such-compiler here; type `apt-get install g++`" in compile_problem(True, "cpu")
     assert compile_problem(False, "cpu") is None
-    assert compile_problem("yes", "cpu") == "compile='yes' is unknown; choose one of True, False"
+    assert compile_problem("yes", "cpu") == "compile='yes' is unknown; choose one of True, False, 'auto'"
+    assert compile_problem("auto", "cpu") is None
+    assert [is_to_compile("auto", device) for device in ("cpu", "cuda")] == [False, True]
 
 
 OPERATORS = [
-    Instruction("operator", (made,), (read,), Call("add", (Name(read), 1)))
-    for read, made in ("ab", "bc", "cd", "de", "ef", "fg")
+    Instruction("operator", (made,), (read,), Call("add", (Name(read), number)))
+    for number, (read, made) in enumerate(("ab", "bc", "cd", "de", "ef", "fg"), start=1000)
 ]
 
 
 def left_out(cuts, failing):
-    """What is said of a program whose stretches end at ``cuts``, where those that make ``failing`` are not compiled."""
+    """What is said of a program whose stretches end at ``cuts``, where those that add ``failing`` are not compiled."""
 
     def compiled(plain):
         def run(x):
             found = plain(x)
-            if failing in names[plain.__name__]:
+            if failing in ("any", *plain.__code__.co_consts):
                 raise OSError("No space left on device")
             return found
 
@@ -162,7 +165,6 @@ def left_out(cuts, failing):
     compiler.compile = compiled
     parts = [OPERATORS[start:stop] for start, stop in itertools.pairwise(cuts)]
     stretches = [Stretch(f"compiled_{i}", tuple(part), part[-1].outputs) for i, part in enumerate(parts)]
-    names = {s.function: {"any", *(name for one in s.instructions for name in one.outputs)} for s in stretches}
     made = compiler.compiled(stretches, len(OPERATORS), "x", {"add": torch.add})
     x = torch.zeros(2)
     for function in made.functions.values():
@@ -173,5 +175,63 @@ def left_out(cuts, failing):
 def test_programs_that_leave_out_the_same_say_so_alike():
     """Those of two ranks may have other stretches."""
     assert left_out([0, 6], "any") == left_out([0, 2, 6], "any") == "all stretches"
-    assert left_out([0, 4, 6], "g") == left_out([0, 2, 4, 6], "g") == "f to g"
+    assert left_out([0, 4, 6], 1005) == left_out([0, 2, 4, 6], 1005) == "f to g"
     assert left_out([0, 6], "none") == ""
+
+
+class Counting(Compiler):
+    """Counts what it compiles."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.compiled_functions = []
+
+    def compile(self, function):
+        self.compiled_functions.append(function)
+        return super().compile(function)
+
+
+def llama(layers):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "vocab_size": 32}
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=layers, num_key_value_heads=1, use_cache=False)
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config)
+
+
+@pytest.mark.networks
+def test_equal_layers_of_a_llama_are_compiled_once(float64):
+    def loss_fn(model, batch):
+        return model(input_ids=batch, labels=batch).loss
+
+    batch, layers = torch.randint(32, (2, 4)), 4
+    model, compiler = llama(layers), Counting(says=False, backend=EARLY)
+    plan = plan_of(model, loss_fn, batch, Mesh.of(d=1), "data", recompute=("model.layers.*",))
+    same(run(plan, model, batch, compiler=compiler), run(plan, model, batch))
+    assert len(in_stretches(lower(plan, 0))[1]) == layers + 2, "a stretch for each layer, one before and one behind"
+    assert len(compiler.compiled_functions) == 3
+
+
+def test_stretches_of_other_numbers_or_operands_are_not_taken_for_equal(capfd):
+    """Names of variables are all that they may differ in."""
+    parts = [
+        OPERATORS[:2],
+        [replace(one, call=replace(one.call, args=(one.call.args[0], 7))) for one in OPERATORS[2:4]],
+    ]
+    other_names = [
+        replace(one, outputs=(f"{one.outputs[0]}_",), reads=(f"{one.reads[0]}_",), call=one.call.renamed("{}_".format))
+        for one in OPERATORS[:2]
+    ]
+    stretches = [
+        Stretch(f"compiled_{i}", tuple(p), p[-1].outputs) for i, p in enumerate((*parts, other_names, parts[0]))
+    ]
+    compiler = Counting(says=True, backend=EARLY)
+    made = compiler.compiled(stretches, 8, "x", {"add": torch.add})
+    first, second, renamed, again = made.functions.values()
+    x = torch.zeros(2)
+    assert [f(x).tolist() for f in (first, second, renamed)] == [[2001.0] * 2, [14.0] * 2, [2001.0] * 2]
+    assert len(compiler.compiled_functions) == 2
+    assert torch.equal(again(x.double()), x.double() + 2001)
+    assert len(compiler.compiled_functions) == 3
+    made.tell()
+    assert " s: 3 kinds of 4 stretches, which take " in capfd.readouterr().err

@@ -1,5 +1,8 @@
 """The operators between two collectives of a program as one function, a stretch, which torch compiles at its first use.
 
+Stretches that do the same, as those of equal layers, are compiled once: they have one text with variables numbered in
+their order, and operands of the same shapes, strides and dtypes.
+
 What communicates, draws random numbers, or checks what a user gave it stays in the program as it is. The mask of a
 dropout is drawn before the stretch that the dropout is in.
 
@@ -12,6 +15,7 @@ from __future__ import annotations
 import sys
 import time
 import warnings
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -58,8 +62,21 @@ class Stretch:
 
     @property
     def source(self) -> str:
-        """The function."""
-        return function_of(self.function, given_to(self.instructions), self.instructions, self.results)
+        """The function, with numbered variables: stretches that do the same have the same text."""
+        given = given_to(self.instructions)
+        made = [name for instruction in self.instructions for name in instruction.outputs]
+        numbered = {name: f"v{number}" for number, name in enumerate(dict.fromkeys([*given, *made]))}
+
+        def new(name: str) -> str:
+            return numbered.get(name, name)  # others are those of what is around the program
+
+        instructions = [
+            replace(
+                one, outputs=tuple(map(new, one.outputs)), reads=tuple(map(new, one.reads)), call=one.call.renamed(new)
+            )
+            for one in self.instructions
+        ]
+        return function_of("stretch", [*map(new, given)], instructions, [*map(new, self.results)])
 
 
 def calls_torch(instruction: Instruction) -> bool:
@@ -113,6 +130,7 @@ def _masks_before(members: Sequence[Instruction], taken: set[str]) -> tuple[list
 
 # So that a number of half precision is rounded where the operators round it.
 _OPTIONS: dict[str, Any] = {"emulate_precision_casts": True}
+_TIMED = 3
 MANY_PROGRAMS = 8
 """A program for each of so many shapes and kinds of step is more than the last batches of epochs make."""
 
@@ -144,7 +162,8 @@ class Compiler:
                 ),
                 stacklevel=2,
             )
-        return Compiled(stretches, f"{sum(len(s.instructions) for s in stretches)} of {operators}", what, self, scope)
+        inside = sum(one.kind == "operator" for stretch in stretches for one in stretch.instructions)
+        return Compiled(stretches, f"{inside} of {operators}", what, self, scope)
 
     def compile(self, function: Function) -> Function:
         """Return what torch makes of a function of tensors, without the Python around it."""
@@ -162,9 +181,13 @@ class Compiled:
         self, stretches: Sequence[Stretch], operators: str, what: str, compiler: Compiler, scope: dict[str, Any]
     ) -> None:
         self._operators, self._what, self._compiler = operators, what, compiler
-        self._took_s, self._reasons = 0.0, list[str]()
+        self._took_s, self._reasons, self._times = 0.0, list[str](), list[_Times]()
         self._before = code_from_cache()
-        self.functions = {s.function: _Tried(_made(s, scope), compiler, self._note) for s in stretches}
+        self._scope = scope
+        # Cached by the text of a function and by all that torch's guards look at of operands: code for one is right for
+        # the other, and where these guards see a difference that the key does not have, torch compiles for it.
+        self._kinds: dict[tuple[Any, ...], _Kind] = {}
+        self.functions = {s.function: _Tried(s.source, self) for s in stretches}
         self._spans = [s.span for s in stretches]
 
     @property
@@ -175,71 +198,131 @@ class Compiled:
             return ", ".join(f"all stretches{how}" for how in ways[0])
         return ", ".join(f"{span}{how}" for span, each in zip(self._spans, ways, strict=True) for how in each)
 
+    def kind_of(self, source: str, given: Sequence[Tensor]) -> _Kind:
+        """Return what stretches of a text have in common that are given such operands."""
+        key = (source, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *map(_seen_by_guards, given))
+        if key not in self._kinds:
+            plain = _made(source, self._scope)
+            self._kinds[key] = _Kind(plain, self._compiler.compile(plain))
+        return self._kinds[key]
+
     def tell(self) -> None:
         """Say what was compiled since this was last called, if anything was."""
         if not self._took_s:
             return
         found, made = (now - before for now, before in zip(code_from_cache(), self._before, strict=True))
         cached = f"; {found} of {found + made} parts were in its cache" if found else ""
+        kinds, count = len({id(times) for times in self._times}), len(self._times)
+        pays = f", which take {_ms(self._times, 0)} ms a step in place of {_ms(self._times, 1)}" if kinds else ""
         self._compiler.say(
-            f"compiled {self._operators} operators for {self._what} in {self._took_s:.1f} s{cached}; it is kept in "
-            f"{compiled_code_directory()}"
+            f"compiled {self._operators} operators for {self._what} in {self._took_s:.1f} s: {kinds} kinds of {count} "
+            f"stretches{pays}{cached}; it is kept in {compiled_code_directory()}"
         )
         for reason, count in {reason: self._reasons.count(reason) for reason in self._reasons}.items():
             text = (
                 f"{count} of {len(self.functions)} stretches of the program for {self._what} run uncompiled: {reason}"
             )
             warnings.warn(NotCompiled(text), stacklevel=2)
-        self._took_s, self._reasons, self._before = 0.0, [], code_from_cache()
+        self._took_s, self._reasons, self._times, self._before = 0.0, [], [], code_from_cache()
 
-    def _note(self, took_s: float, problem: str) -> None:
+    def note(self, took_s: float, problem: str, times: _Times | None) -> None:
+        """Take in how long a stretch took to compile and compare, why it runs uncompiled, and what its kind takes."""
         self._took_s += took_s
         self._reasons += [problem] if problem else []
+        self._times += [times] if times else []
         own_pulse().beat()
+
+
+@dataclass(eq=False)
+class _Times:
+    """The seconds of a forward and a backward."""
+
+    compiled_s: float
+    plain_s: float
+
+
+@dataclass
+class _Kind:
+    """A stretch as operators and as what torch makes of it; ``times`` once it was compared."""
+
+    plain: Function
+    compiled: Function
+    times: _Times | None = None
 
 
 class _Tried:
     """A stretch that is compiled at its first call, with gradients and without, if what is made of it is right."""
 
-    def __init__(self, plain: Function, compiler: Compiler, note: Callable[[float, str], None]) -> None:
-        self._plain, self._compiled, self._note = plain, compiler.compile(plain), note
+    def __init__(self, source: str, program: Compiled) -> None:
+        self._source, self._program = source, program
         # Cached by whether there are gradients, and inference mode: a program has one dtype and shape of each operand,
         # and what is compiled has been compared with what is not.
         self._chosen: dict[tuple[bool, bool], Function] = {}
+        self._plain = set[tuple[bool, bool]]()
 
     def __call__(self, *given: Tensor) -> Any:
         how = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         if how not in self._chosen:
-            self._chosen[how] = self._choose(given)
+            self._chosen[how] = self._choose(given, how)
         return self._chosen[how](*given)
 
     @property
     def plain_ways(self) -> list[str]:
         """Return how it was called where it runs uncompiled: " without gradients", or not."""
-        plain = {with_gradients for (with_gradients, _), chosen in self._chosen.items() if chosen is self._plain}
+        plain = {with_gradients for with_gradients, _ in self._plain}
         return ["" if with_gradients else " without gradients" for with_gradients in sorted(plain)]
 
-    def _choose(self, given: Sequence[Tensor]) -> Function:
+    def _choose(self, given: Sequence[Tensor], how: tuple[bool, bool]) -> Function:
         start_s = time.perf_counter()
+        kind = self._program.kind_of(self._source, given)
         # What a program keeps for its backward is not to be kept of these.
         as_they_are = torch.autograd.graph.saved_tensors_hooks(lambda kept: kept, lambda kept: kept)
         with warnings.catch_warnings(), as_they_are:
             warnings.simplefilter("ignore")  # of names that the compiler itself uses, and of what may be faster still
             try:
-                found = _results(self._compiled, given)
-                expected, rounding = _with_rounding(lambda: _results(self._plain, given))
+                found = _results(kind.compiled, given)
+                expected, rounding = _with_rounding(lambda: _results(kind.plain, given))
                 problem = difference(found, expected, rounding)
+                del found, expected
+                if not problem and kind.times is None:
+                    kind.times = _Times(*(_seconds(function, given) for function in (kind.compiled, kind.plain)))
             except Exception as error:  # there are as many as there are ways to fail in a compiler
                 problem = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        self._note(time.perf_counter() - start_s, problem)
-        return self._plain if problem else self._compiled
+        self._program.note(time.perf_counter() - start_s, problem, None if problem else kind.times)
+        if problem:
+            self._plain.add(how)
+        return kind.plain if problem else kind.compiled
 
 
-def _made(stretch: Stretch, scope: dict[str, Any]) -> Function:
+def _made(source: str, scope: dict[str, Any]) -> Function:
     names = dict(scope)
-    exec(compile(stretch.source, f"<{stretch.function} {id(stretch):x}>", "exec"), names)
-    made: Function = names[stretch.function]
+    exec(compile(source, f"<stretch {zlib.crc32(source.encode()):x}>", "exec"), names)
+    made: Function = names["stretch"]
     return made
+
+
+def _seen_by_guards(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what code of torch's compiler takes for granted of an operand."""
+    return (
+        isinstance(tensor, nn.Parameter), tensor.requires_grad, tensor.dtype, tensor.device, tuple(tensor.shape),
+        tensor.stride(),
+    )  # fmt: skip
+
+
+def _seconds(function: Function, given: Sequence[Tensor]) -> float:
+    """Return the seconds of a forward and a backward, the least of some."""
+    took = []
+    for _ in range(_TIMED):
+        start_s = time.perf_counter()
+        _results(function, given)
+        if given and given[0].is_cuda:
+            torch.cuda.synchronize(given[0].device)
+        took.append(time.perf_counter() - start_s)
+    return min(took)
+
+
+def _ms(times: Sequence[_Times], which: int) -> str:
+    return f"{1e3 * sum((each.compiled_s, each.plain_s)[which] for each in times):.3g}"
 
 
 def _results(function: Function, given: Sequence[Tensor]) -> _Made:

@@ -8,17 +8,26 @@ import sys
 import sysconfig
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal
+
+Compile = bool | Literal["auto"]
+"""The values of ``compile=``."""
 
 
-def compile_problem(compile: bool, device: str) -> str | None:
+def is_to_compile(compile: Compile, device: str) -> bool:
+    """Return whether programs are compiled on a device: with "auto" on GPUs, where it pays most, and not on CPUs."""
+    return device == "cuda" if compile == "auto" else bool(compile)
+
+
+def compile_problem(compile: Compile, device: str) -> str | None:
     """Return what is in the way of ``compile=`` on a device of this host, None where nothing is."""
-    if not isinstance(compile, bool):
-        return f"compile={compile!r} is unknown; choose one of True, False"
-    if not compile:
+    if not isinstance(compile, bool) and compile != "auto":
+        return f"compile={compile!r} is unknown; choose one of True, False, 'auto'"
+    if not is_to_compile(compile, device):
         return None
     if device == "cuda":
         missing = find_spec("triton") is None
-        return "compile=True needs triton on GPUs; type `pip install triton`" if missing else None
+        return f"compile={compile!r} needs triton on GPUs; type `pip install triton`" if missing else None
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
         return (

@@ -49,7 +49,7 @@ class ParallelOptions:
     hardware: str | None = None
     memory: str | None = None
     save_graphs: str | None = None
-    compile: bool = False
+    compile: bool | Literal["auto"] = False
 
 
 @dataclass(frozen=True, kw_only=True)
