@@ -1,6 +1,7 @@
-"""Optimizers of parallel models make their steps on the CPU by torch's fused kernels, where these give the same."""
+"""Optimizers of parallel models make their steps by torch's fused kernels, where these give the same."""
 
 import copy
+import importlib
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwright as sw
 from ranks import run_ranks
+from shardwright.runtime.updates import fused
 from shardwright.runtime.updates.optimizers import note_trained
 
 SHAPES = [(8, 6, 3, 3), (1003,), (5, 7), (0, 4)]
@@ -99,6 +101,33 @@ def test_where_kernels_would_give_something_else_or_the_user_has_chosen_steps_ar
     assert stepped(*ours) == 0
     stepped(*plain)
     same(ours[0], plain[0], rtol=0, atol=0)
+
+
+@pytest.fixture
+def meta_for_gpu(monkeypatch):
+    """Tensors without values on the device meta stand for those of a GPU."""
+    monkeypatch.setattr(fused, "_DEVICES", ("meta",))
+    torchs = importlib.import_module("torch.optim.optimizer")
+    monkeypatch.setattr(torchs, "_get_fused_kernels_supported_devices", lambda: ["meta"])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "calls"), [(torch.float32, 1), (torch.int64, 0)], ids=["a count of steps in float32", "another"]
+)
+def test_on_gpus_the_count_of_steps_is_moved_to_the_kernels(meta_for_gpu, dtype, calls):
+    parameters = [torch.nn.Parameter(torch.empty(5, 3, device="meta")) for _ in range(2)]
+    optimizer = torch.optim.AdamW(parameters)
+    note_trained(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+        kept = {"exp_avg": torch.empty_like(parameter), "exp_avg_sq": torch.empty_like(parameter)}
+        optimizer.state[parameter] = {"step": torch.ones((), dtype=dtype), **kept}
+    with Kernels() as kernels:
+        optimizer.step()
+    assert kernels.calls == calls
+    counts = [optimizer.state[parameter]["step"].device.type for parameter in parameters]
+    assert counts == ["meta" if calls else "cpu"] * 2
+    assert optimizer.param_groups[0]["fused"] is None
 
 
 def test_a_step_that_fails_leaves_the_settings_as_they_were():

@@ -2,7 +2,7 @@
 
 Those that were made before the parameters were split are given the new ones. Those that work entry by entry make their
 step on the parts that this rank holds (`split_tensor`). Those whose arithmetic torch cannot split are given whole
-gradients. On the CPU steps are made by fused kernels (`fused`).
+gradients. Steps are made by fused kernels where these give the same (`fused`).
 """
 
 from __future__ import annotations

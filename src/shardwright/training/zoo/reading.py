@@ -65,8 +65,13 @@ def _read_union(kinds: tuple[Any, ...], raw: Any, path: str, problems: Problems,
         value = read(kind, raw, path, tried, range)
         if not tried:
             return value
-    expected = " or ".join(_PLAIN[kind][0] if kind in _PLAIN else "a list" for kind in kinds)
-    return problems.append(f"{path}: expected {expected}, got {_shown(raw)}")
+    return problems.append(f"{path}: expected {' or '.join(map(_expected, kinds))}, got {_shown(raw)}")
+
+
+def _expected(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return " or ".join(map(str, get_args(kind)))
+    return _PLAIN[kind][0] if kind in _PLAIN else "a list"
 
 
 def _read_chosen(table: ChoiceTable[Any], raw: Any, path: str, problems: Problems) -> Any:
