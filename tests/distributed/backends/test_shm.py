@@ -93,7 +93,7 @@ def large(direct):
     assert isinstance(dist.group.WORLD.collectives, Direct) == direct
     rank, size = dist.get_rank(), dist.get_world_size()
     found = []
-    for numel in (1, 4097, 300_001):
+    for numel in (1, 4097, 300_001, 2_000_003):
         for dtype in (torch.float32, torch.bfloat16):
             parts = [torch.randn(numel, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(size)]
             total = parts[0].float().clone()
@@ -106,21 +106,7 @@ def large(direct):
             assert work.get_future().wait()[0] is parts[rank]
             assert torch.equal(parts[rank], (total / size).to(dtype))
             found.append(mine.float().sum().item())
-    return found + [in_shared_memory(sharing) for sharing in (range(size), [0], [])]
-
-
-def in_shared_memory(sharing):
-    """Sums of tensors of which some ranks have no copy in memory to which all of them write."""
-    group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
-    arenas, group._native.arenas = group._native.arenas, group._native.arenas if rank in sharing else None
-    parts = [torch.randn(700_001, generator=torch.Generator().manual_seed(r)) for r in range(size)]
-    for _ in range(3):
-        mine = parts[rank].clone()
-        dist.all_reduce(mine[1:])
-        assert torch.equal(mine[1:], functools.reduce(torch.add, parts)[1:])
-        assert mine[0] == parts[rank][0]
-    group._native.arenas = arenas
-    return mine[1:].sum().item()
+    return found
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -431,7 +417,7 @@ def test_a_group_between_containers_says_that_it_is_this_group_alone(of_a_world,
 
 FAILS = [
     ("_card", RuntimeError, 1), ("make_file", AttributeError, 0), ("make_semaphores", MemoryError, 0),
-    ("Memory", RuntimeError, 1), ("Arena", RuntimeError, 1), ("can_reach", RuntimeError, 1),
+    ("Memory", RuntimeError, 1), ("can_reach", RuntimeError, 1),
 ]  # fmt: skip
 
 
@@ -515,6 +501,40 @@ def at_once():
 def test_sums_that_are_waited_for_are_those_that_are_not_and_those_of_ranks_that_take_longer(ranks):
     found = run_ranks(ranks, at_once, timeout=100, dying=[1])
     assert [found[0], *found[2:]] == [15] * (ranks - 1)  # those of dtypes that native code sums
+
+
+def forked():
+    shm.register()
+    dist.init_process_group("shm")
+    group = dist.group.WORLD
+    tensor = torch.ones(2**18)
+    dist.all_reduce(tensor)
+    child = os.fork()
+    if child == 0:
+        peer = 1 - dist.get_rank()
+        refused = sum(map(refuses, [
+            lambda: dist.all_reduce(tensor), lambda: dist.all_reduce(torch.ones(1)), dist.barrier,
+            lambda: dist.send(tensor, peer), lambda: dist.recv(tensor, peer),
+        ]))  # fmt: skip
+        group.shutdown()  # as at its exit
+        os._exit(refused)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
+    dist.all_reduce(tensor)
+    dist.destroy_process_group()
+    return tensor.unique().tolist()
+
+
+def refuses(call):
+    try:
+        call()
+    except WorldError as error:
+        return f"process {os.getpid()} was forked from rank {dist.get_rank()}, " in str(error)
+    return False
+
+
+@pytest.mark.slow
+def test_a_forked_child_leaves_tensors_and_group_to_its_parent():
+    assert run_ranks(2, forked) == [[4.0]] * 2
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no home"), PermissionError(13, "closed")])

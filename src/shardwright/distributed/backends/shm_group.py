@@ -15,7 +15,6 @@ from torch import Tensor
 from shardwright.common.torch_private import add_gloo_inside
 from shardwright.distributed.backends import table
 from shardwright.distributed.backends.group import CpuGroup
-from shardwright.distributed.backends.segment.arena import Arenas
 from shardwright.distributed.backends.segment.collectives import Collectives
 from shardwright.distributed.backends.segment.direct import Direct
 from shardwright.distributed.backends.segment.memory import Memory, Process
@@ -33,7 +32,7 @@ from shardwright.distributed.backends.work import Steps, Task
 
 _Options = dist.AllreduceOptions
 _SOON_NS = 5_000_000  # within which the ranks of a host mostly come to a collective
-_MOST_SUMS = 16  # that are remembered, with the memory of large ones: batches may have ever new sizes
+_MOST_SUMS = 16  # that are remembered: batches may have ever new sizes
 _SUM: Any = dist.ReduceOp.SUM  # with which torch compares operations, and does not say so
 
 
@@ -41,23 +40,21 @@ _SUM: Any = dist.ReduceOp.SUM  # with which torch compares operations, and does 
 class Members:
     """Ranks of one host, ``names`` in the world, and what they have found that they share.
 
-    ``library`` is native code, if all have it, and ``arenas`` what each may write to. ``direct``: their processes may
-    read each other's memory, too. ``crowded``: there are more ranks than cores.
+    ``library`` is native code, if all have it. ``direct``: their processes may read each other's memory, too.
+    ``crowded``: there are more ranks than cores.
     """
 
     names: Sequence[int]
     processes: Sequence[Process]
     memory: Memory
     library: Native | None
-    arenas: Arenas | None
     direct: bool
     crowded: bool
 
     def native(self) -> tuple[Native, Group] | None:
         if self.library is None:
             return None
-        addresses = [] if self.arenas is None else self.arenas.addresses()
-        return self.library, Group.of(self.memory, addresses, self.crowded)
+        return self.library, Group.of(self.memory, self.crowded)
 
     def collectives(self, native: tuple[Native, Group] | None, *, rows: bool = False) -> Collectives:
         """Return what these ranks do together; with ``rows`` those that have native code gather and scatter by it."""
@@ -85,11 +82,7 @@ class LaneGroup(CpuGroup):
         """
         if not self._closed and not self.lane.forked:
             self._closed = True
-            self.close()
-
-    def close(self) -> None:
-        """Close the lane; `shutdown` calls this once."""
-        self.lane.close()
+            self.lane.close()
 
     def begin(self, what: str, outputs: Sequence[Tensor], task: Task, asynchronous: bool) -> ShmWork:
         course = ByStep(task, self.lane.collectives)
@@ -127,16 +120,10 @@ class ShmGroup(LaneGroup):
     def __init__(self, members: Members, gloo: dist.ProcessGroupGloo, timeout: timedelta) -> None:
         native = members.native()
         collectives = members.collectives(native, rows=True)
-        self._native = None if native is None else NativeCollectives(collectives, *native, members.arenas)
-        self._arenas = members.arenas
+        self._native = None if native is None else NativeCollectives(collectives, *native)
         super().__init__(collectives, Lane(collectives, members.processes, timeout.total_seconds()), gloo)
         # Cached by all that a sum is made of beside this group; others are made in their place where there are many.
         self._sums: dict[tuple[type, torch.device, torch.dtype, int], RepeatedCollective] = {}
-
-    def close(self) -> None:
-        super().close()
-        if self._arenas is not None:
-            self._arenas.own.close()
 
     def allreduce(  # type: ignore[override]
         self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None
@@ -157,16 +144,12 @@ class ShmGroup(LaneGroup):
         if course is None or not plain or not lane.driving.acquire(blocking=False):
             return self._allreduce(tensor, opts, waited)
         try:
-            shared = course.shared
-            at = (tensor if shared is None else shared.copy_(tensor.data.view(-1))).data_ptr()
+            at = tensor.data_ptr()
             collectives.number += 1
             course.answer = course.begin(collectives.number & 0xFFFFFFFF, at, at, rendezvous.stage, _SOON_NS)
             rendezvous.stage = course.told.stage
             if course.answer == DONE:
-                if shared is not None:
-                    tensor.data.view(-1).copy_(shared)
                 return None
-            course.output = tensor
             work = ShmWork("all_reduce", tensors, course, lane)
             lane.asked.append(work)
             return work

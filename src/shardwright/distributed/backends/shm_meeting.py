@@ -22,7 +22,6 @@ from shardwright.distributed.backends.between.grid import Grid
 from shardwright.distributed.backends.group import backends_of
 from shardwright.distributed.backends.hosts_group import HostsGroup
 from shardwright.distributed.backends.segment import native
-from shardwright.distributed.backends.segment.arena import Arena, Arenas
 from shardwright.distributed.backends.segment.direct import can_reach
 from shardwright.distributed.backends.segment.memory import TOKEN_BYTES, Layout, Memory, Process, make_file, open_file
 from shardwright.distributed.backends.segment.waiting import make_semaphores
@@ -94,18 +93,13 @@ def _members(meeting: _Meeting, cards: Sequence[Mapping[str, Any]], grid: Grid) 
     layout = Layout(len(here))
     made = meeting.told(f"made/{row}", here[0], partial(_make, layout))
     names, own_cards = [meeting.names[rank] for rank in here], [cards[rank] for rank in here]
-    part = _Part(names, own_cards, index, made, wide=len(grid.rows) == 1)
+    part = _Part(names, own_cards, index, made)
     try:
         found = meeting.exchange("joined", partial(part.join, layout))
         answers = meeting.exchange("reaches", partial(part.reach, [found[rank] for rank in here]))
-    except BaseException:
-        part.close_arena()
-        raise
     finally:
         if index == 0 and "file" in made:
             os.close(made["file"])
-    if not all(answer["writes"] for answer in answers):
-        part.close_arena()
     return part.members(all(answers[rank]["reads"] for rank in here), len(cards))
 
 
@@ -217,14 +211,12 @@ class _Part:
 
     memory: Memory
     library: native.Native | None = None
-    arena: Arena | None = None
-    arenas: Arenas | None = None
 
     def __init__(
-        self, names: Sequence[int], cards: Sequence[Mapping[str, Any]], rank: int, made: Mapping[str, Any], wide: bool
+        self, names: Sequence[int], cards: Sequence[Mapping[str, Any]], rank: int, made: Mapping[str, Any]
     ) -> None:
-        """``rank`` counts the ranks of this host, whose ``names`` and ``cards`` are given; ``wide``: with an arena."""
-        self._names, self._cards, self._rank, self._made, self._wide = names, cards, rank, made, wide
+        """``rank`` counts the ranks of this host, whose ``names`` and ``cards`` are given."""
+        self._names, self._cards, self._rank, self._made = names, cards, rank, made
         self._pids = [card["pid"] for card in cards]
 
     def join(self, layout: Layout) -> dict[str, Any]:
@@ -234,13 +226,7 @@ class _Part:
         self.memory = self._opened(layout)
         with suppress(OSError, AttributeError):  # a folder whose files may not be run
             self.library = native.Native(Path(self._made["native"])) if self._made["native"] else None
-        if self.library is not None and self._wide:
-            with suppress(OSError, ValueError):  # files, or addresses, are limited: tensors are copied in and out
-                self.arena = Arena(self._token)
-        return {
-            "native": self.library is not None, "address": self.memory.address,
-            "arena": None if self.arena is None else self.arena.file,
-        }  # fmt: skip
+        return {"native": self.library is not None, "address": self.memory.address}
 
     def _opened(self, layout: Layout) -> Memory:
         try:
@@ -257,29 +243,19 @@ class _Part:
         """Try what all have joined with."""
         if not all(joined["native"] for joined in found):
             self.library = None
-        files = [(pid, joined["arena"]) for pid, joined in zip(self._pids, found, strict=True)]
-        if self.arena is not None and all(number is not None for _, number in files):
-            with suppress(OSError, ValueError):
-                self.arenas = Arenas(self.arena, self._rank, files, self._token)
         addresses = [joined["address"] for joined in found]
         reads = all(can_reach(pid, address, self._token) for pid, address in zip(self._pids, addresses, strict=True))
-        return {"reads": reads, "writes": self.arenas is not None}
+        return {"reads": reads}
 
     def members(self, direct: bool, ranks: int) -> Members:
         """Return what is found; ``ranks`` has the group."""
         processes = [Process(card["pid"], card["started"]) for card in self._cards]
         crowded = _crowded(self._cards, ranks)
-        return Members(self._names, processes, self.memory, self.library, self.arenas, direct, crowded)
-
-    def close_arena(self) -> None:
-        """Return where not all members reach those of all."""
-        if self.arena is not None:
-            self.arena.close()
-        self.arena = self.arenas = None
+        return Members(self._names, processes, self.memory, self.library, direct, crowded)
 
 
 def _say(members: Members, hosts: int) -> None:
-    """Once for each process, whether collectives have native code, and whether they need no copies."""
+    """Say once for each process whether collectives have native code."""
     level = logging.WARNING
     if members.library is None:
         text = (
@@ -288,13 +264,8 @@ def _say(members: Members, hosts: int) -> None:
         )
     elif hosts > 1:
         level, text = logging.INFO, f"shm: in shared memory within each of {hosts} hosts, by gloo between them"
-    elif members.arenas is not None:
-        level, text = logging.INFO, "shm: by native code"
     else:
-        text = (
-            "shm: by native code; large all-reduces copy in and out of shared memory, since the size of files or of "
-            "addresses is limited here (`ulimit -f`, `ulimit -v`)"
-        )
+        level, text = logging.INFO, "shm: by native code"
     _log_once(level, text)
 
 

@@ -146,26 +146,21 @@ class Memory:
 
 
 def make_file(nbytes: int, token: bytes, taken_bytes: int) -> int:
-    """A file, the first part of which has its memory already; raises `OSError` where there is not as much."""
+    """A file, the first part of which has its memory already; raises `OSError` where there is not as much.
+
+    Piece by piece: a signal makes the kernel begin a piece again, and one that takes longer than signals are apart
+    would never end.
+    """
     file = os.memfd_create("shardwright", os.MFD_CLOEXEC)
     try:
         os.ftruncate(file, nbytes)
-        take(file, 0, taken_bytes)
+        for at in range(0, taken_bytes, _PIECE_BYTES):
+            os.posix_fallocate(file, at, min(_PIECE_BYTES, taken_bytes - at))
         os.pwrite(file, token, 0)
     except OSError:
         os.close(file)
         raise
     return file
-
-
-def take(file: int, start: int, nbytes: int) -> None:
-    """Memory for a part of a file; raises `OSError` where there is not as much, and may have taken some of it then.
-
-    Piece by piece: a signal makes the kernel begin a piece again, and one that takes longer than signals are apart
-    would never end.
-    """
-    for at in range(start, start + nbytes, _PIECE_BYTES):
-        os.posix_fallocate(file, at, min(_PIECE_BYTES, start + nbytes - at))
 
 
 def open_file(pid: int, number: int, nbytes: int, token: bytes) -> int:

@@ -30,7 +30,6 @@ struct group {
     char *places; /* one for each rank, which begins with its mark */
     char *slots;
     char *wide; /* larger slots, for all-reduces alone */
-    char *const *arenas; /* of each rank, where others may write to its tensors; none where there are none */
     int64_t place_bytes;
     int64_t slot_bytes;
     int64_t note_bytes;
@@ -38,7 +37,6 @@ struct group {
     int64_t head_at; /* where a place keeps the head of the last note */
     int64_t head_bytes;
     int64_t small_bytes; /* of the parts of all ranks, up to which each rank reads them all in one stage */
-    int64_t arena_bytes;
     int32_t size;
     int32_t rank;
     int32_t spins; /* whether a rank keeps its core for a while before it gives way to others */
@@ -191,14 +189,13 @@ static void reduce(const char *const *parts, int size, char *out, int64_t count,
 
 /* --- collectives, in steps each of which ends with a stage */
 
-/* SMALL: one step, in which each rank reads the parts of all. LARGE: all learn where the tensors lie, and go on by one
- * of the others. SHARED: each rank reduces a slice of them, and writes it to all of them. SLICES: they go through the
- * wide slots chunk by chunk; each rank reduces a slice of each chunk, and the others take that from it one step later.
+/* SMALL: one step, in which each rank reads the parts of all. SLICES: they go through the wide slots chunk by chunk; each
+ * rank reduces a slice of each chunk, and the others take that from it one step later.
  *
  * GATHERED and SCATTERED: parts, or rows of parts, go through the slots chunk by chunk, as the steps in Python have them.
  * There may be several tensors, whose parts are one behind the other in the slots, as if they had been joined before.
  */
-enum { SMALL, LARGE, SHARED, SLICES, GATHERED, SCATTERED };
+enum { SMALL, SLICES, GATHERED, SCATTERED };
 enum { WAITING, DONE, DIFFER };
 #define BLOCK_BYTES (1 << 13) /* reduced at a time, which stay in the nearest cache */
 
@@ -243,22 +240,8 @@ static char *reduced_slice(const struct group *g, int rank, uint32_t stage) {
 /* The chunk of a step: its elements, 0 behind the last one. */
 static int64_t chunk(const struct group *g, const struct collective *r, int64_t step, int64_t *start) {
     int64_t most = slice_room(g) * g->size / WIDTHS[r->type];
-    *start = (step - 1) * most;
+    *start = step * most;
     return *start < r->count ? least(most, r->count - *start) : 0;
-}
-
-static void share(const struct group *g, const struct collective *r) {
-    int64_t width = WIDTHS[r->type], most = BLOCK_BYTES / width, places[g->size];
-    int64_t start = slice_start(r->count, g->rank, g->size), end = slice_start(r->count, g->rank + 1, g->size);
-    char total[BLOCK_BYTES];
-    const char *parts[g->size];
-    for (int rank = 0; rank < g->size; rank++) memcpy(&places[rank], slot_of(g, rank, r->stage) + g->head_bytes, 8);
-    for (; start < end; start += most) {
-        int64_t count = least(most, end - start);
-        for (int rank = 0; rank < g->size; rank++) parts[rank] = g->arenas[rank] + places[rank] + start * width;
-        reduce(parts, g->size, total, count, r->type, r->operation);
-        for (int rank = 0; rank < g->size; rank++) memcpy((char *)parts[rank], total, count * width);
-    }
 }
 
 /* The slices that others reduce of a chunk, into the slot for the next stage. */
@@ -363,31 +346,20 @@ static void reduce_row(const struct group *g, const struct collective *r) {
     }
 }
 
-static int64_t place_in_arena(const struct group *g, const struct collective *r) {
-    int64_t place = g->arenas ? r->data - g->arenas[g->rank] : -1;
-    return place >= 0 && place < g->arena_bytes ? place : -1;
-}
-
 /* Write what this rank has for the next stage; 0 where there is no further one. */
 static int before(const struct group *g, struct collective *r) {
-    int64_t start, bytes = r->count * WIDTHS[r->type], place;
+    int64_t start, bytes = r->count * WIDTHS[r->type];
     if (r->step == 0) {
         char *mine = slot_of(g, g->rank, r->stage + 1);
-        r->way = bytes * g->size <= g->small_bytes ? SMALL : LARGE;
+        r->way = bytes * g->size <= g->small_bytes ? SMALL : SLICES;
         if (r->operation == GATHER) r->way = GATHERED;
         if (r->scatters) r->way = SCATTERED;
         memcpy(g->places + g->rank * g->place_bytes + g->head_at, r->head, g->head_bytes);
         memcpy(mine, r->head, r->note_bytes);
-        if (r->way == GATHERED || r->way == SCATTERED) return put_rows(g, r);
-        place = place_in_arena(g, r);
-        memcpy(mine + g->head_bytes, &place, 8);
-        if (r->way == SMALL) memcpy(mine + g->note_bytes, r->own, bytes);
-        if (r->way == LARGE && place < 0) put(g, r, 0, chunk(g, r, 1, &start));
-        return 1;
-    }
-    if (r->way == SHARED) {
-        if (r->step == 1) share(g, r);
-        return r->step == 1;
+        if (r->way == SMALL) {
+            memcpy(mine + g->note_bytes, r->own, bytes);
+            return 1;
+        }
     }
     if (r->way == SMALL) return 0;
     if (r->way == GATHERED || r->way == SCATTERED) return put_rows(g, r);
@@ -403,18 +375,6 @@ static int same(const struct group *g, const struct collective *r) {
     return 1;
 }
 
-/* By where the tensors of all lie; where none lies in an arena all have put their first chunks already. */
-static void choose(const struct group *g, struct collective *r) {
-    int shared = 0;
-    for (int rank = 0; rank < g->size; rank++) {
-        int64_t place;
-        memcpy(&place, slot_of(g, rank, r->stage) + g->head_bytes, 8);
-        shared += place >= 0;
-    }
-    r->way = shared == g->size ? SHARED : SLICES;
-    if (!shared) r->step = 1;
-}
-
 /* Read what others have for this stage, to which all have come. */
 static void after(const struct group *g, struct collective *r) {
     int64_t start, count;
@@ -426,9 +386,8 @@ static void after(const struct group *g, struct collective *r) {
     }
     if (r->way == GATHERED) gather_rows(g, r);
     if (r->way == SCATTERED) reduce_row(g, r);
-    if (r->way == LARGE) choose(g, r);
-    if (r->way == SLICES && r->step > 0) {
-        if (r->step > 1 && (count = chunk(g, r, r->step - 1, &start))) collect(g, r, start, count);
+    if (r->way == SLICES) {
+        if (r->step > 0 && (count = chunk(g, r, r->step - 1, &start))) collect(g, r, start, count);
         if ((count = chunk(g, r, r->step, &start))) take(g, r, start, count);
     }
 }

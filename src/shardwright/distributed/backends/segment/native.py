@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from shardwright.common.native_code import compiled
-from shardwright.distributed.backends.segment.arena import arena_bytes
 from shardwright.distributed.backends.segment.memory import HEAD_BYTES, SMALL_BYTES, WIDE_BYTES, Memory
 
 _SOURCE = Path(__file__).with_name("native.c")
@@ -29,24 +28,22 @@ class Group(ctypes.Structure):
 
     _fields_ = (
         ("places", ctypes.c_void_p), ("slots", ctypes.c_void_p), ("wide", ctypes.c_void_p),
-        ("arenas", ctypes.POINTER(ctypes.c_void_p)), ("place_bytes", ctypes.c_int64), ("slot_bytes", ctypes.c_int64),
-        ("note_bytes", ctypes.c_int64), ("wide_bytes", ctypes.c_int64), ("head_at", ctypes.c_int64),
-        ("head_bytes", ctypes.c_int64), ("small_bytes", ctypes.c_int64), ("arena_bytes", ctypes.c_int64),
-        ("size", ctypes.c_int32), ("rank", ctypes.c_int32), ("spins", ctypes.c_int32),
+        ("place_bytes", ctypes.c_int64), ("slot_bytes", ctypes.c_int64), ("note_bytes", ctypes.c_int64),
+        ("wide_bytes", ctypes.c_int64), ("head_at", ctypes.c_int64), ("head_bytes", ctypes.c_int64),
+        ("small_bytes", ctypes.c_int64), ("size", ctypes.c_int32), ("rank", ctypes.c_int32), ("spins", ctypes.c_int32),
     )  # fmt: skip
 
     @classmethod
-    def of(cls, memory: Memory, arenas: Sequence[int], crowded: bool) -> Group:
-        """Lives no longer than the memory and the arenas, whose addresses are given.
+    def of(cls, memory: Memory, crowded: bool) -> Group:
+        """Return the arguments for a group, which live no longer than its memory.
 
         ``crowded``: there are more ranks than cores, and who spins keeps another one from coming.
         """
         layout = memory.layout
         return cls(
             memory.address + layout.places_at, memory.address + layout.slots_at, memory.wide_address,
-            (ctypes.c_void_p * len(arenas))(*arenas) if arenas else None, layout.place_bytes, layout.slot_bytes,
-            layout.note_bytes, WIDE_BYTES, layout.head_at, HEAD_BYTES, SMALL_BYTES, arena_bytes(), memory.size,
-            memory.rank, not crowded,
+            layout.place_bytes, layout.slot_bytes, layout.note_bytes, WIDE_BYTES, layout.head_at, HEAD_BYTES,
+            SMALL_BYTES, memory.size, memory.rank, not crowded,
         )  # fmt: skip
 
 

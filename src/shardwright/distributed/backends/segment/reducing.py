@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import struct
-import sys
 from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -13,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.distributed.backends.segment.arena import Arenas
 from shardwright.distributed.backends.segment.collectives import Collectives
 from shardwright.distributed.backends.segment.flats import is_plain
 from shardwright.distributed.backends.segment.memory import DATA_BYTES, SLOTS_BYTES, SMALL_BYTES
@@ -49,55 +47,24 @@ class _Kind(NamedTuple):
 
 
 class NativeCollectives:
-    """Those of one group. Ranks that call something else meanwhile meet them at their first stage.
+    """Those of one group. Ranks that call something else meanwhile meet them at their first stage."""
 
-    ``arenas``, of which ``group`` has the addresses, live as long as these may be under way.
-    """
-
-    def __init__(self, collectives: Collectives, native: Native, group: Group, arenas: Arenas | None) -> None:
-        self.collectives, self.native, self.group, self.arenas = collectives, native, group, arenas
+    def __init__(self, collectives: Collectives, native: Native, group: Group) -> None:
+        self.collectives, self.native, self.group = collectives, native, group
         self.told = Told()  # of the one that is under way: there is one at a time
-        self._said = False
 
     def all_reduce(self, tensor: Tensor, reduce_op: Any) -> NativeCollective | None:
         """The next one; None for what native code does not reduce."""
         kind = _reducing(tensor.dtype, tensor.numel(), reduce_op.op, self.collectives.size)
         if kind is None:
             return None
-        flat = None if kind.one_stage else self._shared(tensor)
-        if flat is None:  # steps in Python would not meet the native code of ranks whose tensors are plain
-            flat = _plain_of(tensor)
+        flat = _plain_of(tensor)  # steps in Python would not meet the native code of ranks whose tensors are plain
         return NativeCollective(self, kind, [flat], [flat], [tensor])
 
-    def _shared(self, tensor: Tensor) -> Tensor | None:
-        """Return a copy in memory to which the other ranks write as well, so that all reduce it where it lies.
-
-        None where there is no more of that, which is said once: it is reduced through the slots.
-        """
-        if self.arenas is None:
-            return None
-        made = self.arenas.own.empty(tensor.numel(), tensor.dtype)
-        if made is not None:
-            return made.view(tensor.shape).copy_(tensor.data)
-        if not self._said:
-            self._said = True
-            sys.stderr.write(
-                f"shardwright: rank {self.collectives.names[self.collectives.rank]} has no more memory to share, so "
-                "that large all-reduces of the shm backend copy in and out of it\n"
-            )
-        return None
-
     def repeated(self, tensor: Tensor) -> RepeatedCollective | None:
-        """Return a sum that can be repeated for tensors like this one, None where there is none.
-
-        There is none for what native code does not sum, and where a large tensor would have no memory that the ranks
-        share.
-        """
+        """Return a sum that can be repeated for tensors like this one; None for what native code does not sum."""
         kind = _reducing(tensor.dtype, tensor.numel(), _SUM, self.collectives.size) if is_plain(tensor) else None
-        if kind is None or kind.one_stage:
-            return None if kind is None else RepeatedCollective(self, kind, None)
-        shared = self._shared(tensor)
-        return None if shared is None else RepeatedCollective(self, kind, shared.view(-1))
+        return None if kind is None else RepeatedCollective(self, kind)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> NativeCollective | None:
         """The next one; None for what is large, or does not lie as it is to be read: steps in Python meet it."""
@@ -221,11 +188,10 @@ class NativeCollective:
 
 
 class RepeatedCollective:
-    """One of one tensor of a dtype and a size, which is begun again and again; a large one in ``shared`` memory."""
+    """One of one tensor of a dtype and a size, which is begun again and again."""
 
-    def __init__(self, native: NativeCollectives, kind: _Kind, shared: Tensor | None) -> None:
-        self.one_stage, self.shared = kind.one_stage, shared
-        self.output: Tensor | None = None  # where the sum is to go, while it is under way in shared memory
+    def __init__(self, native: NativeCollectives, kind: _Kind) -> None:
+        self.one_stage = kind.one_stage
         self._collectives = native.collectives
         self._go_on, self._group = native.native.collective, ctypes.byref(native.group)
         self._head = ctypes.create_string_buffer(_NUMBER.pack(0) + kind.head, _NUMBER.size + len(kind.head))
@@ -247,7 +213,4 @@ class RepeatedCollective:
             self._collectives.rendezvous.stage = self.told.stage
         if self.answer == _DIFFER:
             self._collectives.compare(self._head.raw)
-        if self.answer == DONE and self.output is not None and self.shared is not None:
-            self.output.data.view(-1).copy_(self.shared)
-            self.output = None
         return bool(self.answer != _WAITING)
