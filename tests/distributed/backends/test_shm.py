@@ -29,7 +29,6 @@ from shardwright.common import native_code
 from shardwright.compiler.mesh.processes import all_gather_single, reduce_scatter_single
 from shardwright.distributed.backends import shm, shm_meeting
 from shardwright.distributed.backends.segment import native
-from shardwright.distributed.backends.segment.direct import Direct, can_reach
 from shardwright.distributed.backends.segment.memory import SMALL_BYTES
 from shardwright.errors import WorldError
 
@@ -80,17 +79,9 @@ def test_other_callers_and_groups():
     run_ranks(4, by_others_and_groups)
 
 
-def through_slots():
-    """As where the kernel lets no process read another's memory."""
-    shm_meeting.can_reach = lambda *_: False
-
-
-def large(direct):
+def large():
     """Larger than a slot, in chunks of slots, and in slices; each rank has the same bits whatever the order of sums."""
-    if not direct:
-        through_slots()
     sw.init("shm", timeout=60)
-    assert isinstance(dist.group.WORLD.collectives, Direct) == direct
     rank, size = dist.get_rank(), dist.get_world_size()
     found = []
     for numel in (1, 4097, 300_001, 2_000_003):
@@ -109,16 +100,13 @@ def large(direct):
     return found
 
 
-@pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("ranks", [2, pytest.param(8, marks=slow)])
-def test_sums_go_in_the_order_of_the_ranks(ranks, direct):
-    assert len(set(map(tuple, run_ranks(ranks, large, direct)))) == 1
+def test_sums_go_in_the_order_of_the_ranks(ranks):
+    assert len(set(map(tuple, run_ranks(ranks, large)))) == 1
 
 
-def in_rows(direct):
+def in_rows():
     """Rank 1 calls by lists, which steps in Python go through, where the others call native code."""
-    if not direct:
-        through_slots()
     sw.init("shm", timeout=60)
     group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     native = [group._native.reduce_scatter, group._native.all_gather]
@@ -126,7 +114,7 @@ def in_rows(direct):
     group._native.reduce_scatter, group._native.all_gather = (
         lambda *given, made=made: courses.append(made(*given)) or courses[-1] for made in native
     )
-    for numel in (0, 70_001, 300_001, 1_100_001):  # in one chunk, in several, and more than goes through slots
+    for numel in (0, 70_001, 300_001, 1_100_001):  # in one chunk, in several, and in many
         for dtype in (torch.float32, torch.bfloat16):
             wholes = [
                 torch.randn(size, numel, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(size)
@@ -150,12 +138,11 @@ def in_rows(direct):
     return [course is not None for course in courses]
 
 
-@pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("ranks", [2, pytest.param(5, marks=slow)])
-def test_native_code_and_steps_in_python_gather_and_scatter_alike(ranks, direct):
-    by_native, by_lists, *_ = run_ranks(ranks, in_rows, direct)
-    # A gather and a scatter of each size: native code has no bfloat16 to reduce, and leaves the largest to Python.
-    assert by_native == [True, True, False, True] * 3 + [False, False, False, True] + [True, True]
+def test_native_code_and_steps_in_python_gather_and_scatter_alike(ranks):
+    by_native, by_lists, *_ = run_ranks(ranks, in_rows)
+    # A scatter and a gather of each size: native code has no bfloat16 to reduce.
+    assert by_native == [True, True, False, True] * 4 + [True, True]
     assert by_lists == [True, True]
 
 
@@ -171,7 +158,7 @@ def wrapped():
         all_gather_single(everyone, AsyncCollectiveTensor(inner) if dist.get_rank() else inner)
         sums.append(everyone[:, 0].tolist())
     inner, everyone = torch.full((2**17,), 1.0 + dist.get_rank()), torch.empty(2, 2**17)
-    all_gather_single(everyone, AsyncCollectiveTensor(inner))  # which others read where it lies
+    all_gather_single(everyone, AsyncCollectiveTensor(inner))
     return [*sums, everyone.unique(dim=1)[:, 0].tolist()]
 
 
@@ -218,9 +205,7 @@ def test_who_waits_for_something_else_holds_nobody_up():
     assert run_ranks(2, chained) == [[4.0, 2.0, 5.0], [4.0, 2.0, 0.0]]
 
 
-def stressed(seconds, direct):
-    if not direct:
-        through_slots()
+def stressed(seconds):
     sw.init("shm", timeout=120)
     return backend_ranks.stress(seconds)
 
@@ -230,7 +215,7 @@ def stressed(seconds, direct):
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_many_in_any_order(ranks, native, no_compiler):
-    counts = run_ranks(ranks, stressed, 60, native, timeout=400, env=None if native else no_compiler)
+    counts = run_ranks(ranks, stressed, 60, timeout=400, env=None if native else no_compiler)
     assert len(set(counts)) == 1
     assert counts[0] > 100
 
@@ -417,7 +402,7 @@ def test_a_group_between_containers_says_that_it_is_this_group_alone(of_a_world,
 
 FAILS = [
     ("_card", RuntimeError, 1), ("make_file", AttributeError, 0), ("make_semaphores", MemoryError, 0),
-    ("Memory", RuntimeError, 1), ("can_reach", RuntimeError, 1),
+    ("Memory", RuntimeError, 1),
 ]  # fmt: skip
 
 
@@ -541,10 +526,3 @@ def test_a_forked_child_leaves_tensors_and_group_to_its_parent():
 def test_without_a_folder_of_caches_there_is_no_native_code(monkeypatch, error):
     monkeypatch.setattr(native_code, "_folder", Mock(side_effect=error))
     assert native.built() is None
-
-
-def test_memory_is_read_where_the_kernel_allows_it():
-    found = torch.frombuffer(bytearray(b"token"), dtype=torch.uint8)
-    assert can_reach(os.getpid(), found.data_ptr(), b"token")
-    assert not can_reach(os.getpid(), found.data_ptr(), b"other")
-    assert not can_reach(os.getpid(), 1, b"token")

@@ -22,18 +22,14 @@ from hosts import host_network
 from ranks import run_ranks
 from shardwright.common.torch_private import job_store
 from shardwright.distributed.backends import hosts_group, shm_meeting
-from shardwright.distributed.backends.between import collectives as between
 from shardwright.distributed.backends.between.grid import Grid
 from shardwright.errors import WorldError
 
 slow = pytest.mark.slow
 
 
-def init(hosts, timeout=60, reaches=True):
-    """Join the others as if this rank were on the host that ``hosts`` has for it, whose ranks may read each other's
-    memory if ``reaches``."""
-    if not reaches:
-        shm_meeting.can_reach = lambda *_: False
+def init(hosts, timeout=60):
+    """Join the others as if this rank were on the host that ``hosts`` has for it."""
     card, mine = shm_meeting._card, hosts[int(os.environ["RANK"])]
     shm_meeting._card = lambda: card() | {"machine": mine, "host": mine}
     sw.init("shm", timeout=timeout)
@@ -58,9 +54,9 @@ def test_collectives(hosts, examples):
         assert group == "HostsGroup"
 
 
-def sums(hosts, reaches):
+def sums(hosts):
     """Of tensors of all lengths that go other ways; what this rank gets, which is what the order of ranks gives."""
-    init(hosts, reaches=reaches)
+    init(hosts)
     rank, size = dist.get_rank(), dist.get_world_size()
     rows = Grid.of(hosts).rows
     found = []
@@ -84,17 +80,9 @@ def sums(hosts, reaches):
     return found
 
 
-@pytest.mark.parametrize(
-    ("hosts", "reaches"),
-    [
-        ("abba", True),
-        pytest.param("abcabc", True, marks=slow),
-        pytest.param("aaabbb", True, marks=slow),
-        pytest.param("abcabc", False, marks=slow),
-    ],
-)
-def test_sums_go_in_the_order_of_ranks_and_hosts(hosts, reaches):
-    assert len(set(map(tuple, run_ranks(len(hosts), sums, hosts, reaches, timeout=110)))) == 1
+@pytest.mark.parametrize("hosts", ["abba", pytest.param("abcabc", marks=slow), pytest.param("aaabbb", marks=slow)])
+def test_sums_go_in_the_order_of_ranks_and_hosts(hosts):
+    assert len(set(map(tuple, run_ranks(len(hosts), sums, hosts, timeout=110)))) == 1
 
 
 def others_and_groups():
@@ -170,29 +158,6 @@ def test_a_rank_that_stalls_is_named_on_all_hosts():
     found = run_ranks(4, goes, "stalls", stay=True)[:3]
     assert all("longer than the 3 s of sw.init(timeout=...): rank 3 last came to number" in said for said, _ in found)
     assert max(took_s for _, took_s in found) > 2.5  # others are told when the first of them has waited for so long
-
-
-def lost():
-    """Rank 3 goes in the middle of a large sum; whether the memory to which others may write then stays as it is."""
-    init("aabb")
-    rank, summed = dist.get_rank(), torch.ones(3_000_000)
-    dist.all_reduce(summed)
-    assert not between._WRITTEN_TO
-    if rank == 3:
-        between._There.reduce = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    place = summed.data_ptr()
-    with pytest.raises(WorldError) as error:
-        dist.all_reduce(summed)
-    del summed
-    stay(3)
-    return str(error.value), [tensor.data_ptr() for tensor in between._WRITTEN_TO.values()] == [place]
-
-
-@slow
-def test_the_memory_of_a_sum_that_fails_is_kept_for_who_may_still_write_to_it():
-    for said, kept in run_ranks(4, lost, dying=(3,))[:3]:
-        assert "rank 3" in said
-        assert kept
 
 
 def unlike(how):

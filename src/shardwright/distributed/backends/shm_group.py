@@ -16,7 +16,6 @@ from shardwright.common.torch_private import add_gloo_inside
 from shardwright.distributed.backends import table
 from shardwright.distributed.backends.group import CpuGroup
 from shardwright.distributed.backends.segment.collectives import Collectives
-from shardwright.distributed.backends.segment.direct import Direct
 from shardwright.distributed.backends.segment.memory import Memory, Process
 from shardwright.distributed.backends.segment.native import Group, Native
 from shardwright.distributed.backends.segment.reducing import (
@@ -40,15 +39,13 @@ _SUM: Any = dist.ReduceOp.SUM  # with which torch compares operations, and does 
 class Members:
     """Ranks of one host, ``names`` in the world, and what they have found that they share.
 
-    ``library`` is native code, if all have it. ``direct``: their processes may read each other's memory, too.
-    ``crowded``: there are more ranks than cores.
+    ``library`` is native code, if all have it. ``crowded``: there are more ranks than cores.
     """
 
     names: Sequence[int]
     processes: Sequence[Process]
     memory: Memory
     library: Native | None
-    direct: bool
     crowded: bool
 
     def native(self) -> tuple[Native, Group] | None:
@@ -56,12 +53,9 @@ class Members:
             return None
         return self.library, Group.of(self.memory, self.crowded)
 
-    def collectives(self, native: tuple[Native, Group] | None, *, rows: bool = False) -> Collectives:
-        """Return what these ranks do together; with ``rows`` those that have native code gather and scatter by it."""
+    def collectives(self, native: tuple[Native, Group] | None) -> Collectives:
+        """Return the collectives of these ranks."""
         rendezvous = BySemaphores(self.memory) if native is None else ByNative(*native)
-        if self.direct:
-            pids = [process.pid for process in self.processes]
-            return Direct(self.memory, rendezvous, self.names, table.SHM.name, pids, rows and native is not None)
         return Collectives(self.memory, rendezvous, self.names, table.SHM.name)
 
 
@@ -119,7 +113,7 @@ class ShmGroup(LaneGroup):
 
     def __init__(self, members: Members, gloo: dist.ProcessGroupGloo, timeout: timedelta) -> None:
         native = members.native()
-        collectives = members.collectives(native, rows=True)
+        collectives = members.collectives(native)
         self._native = None if native is None else NativeCollectives(collectives, *native)
         super().__init__(collectives, Lane(collectives, members.processes, timeout.total_seconds()), gloo)
         # Cached by all that a sum is made of beside this group; others are made in their place where there are many.

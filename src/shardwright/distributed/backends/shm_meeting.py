@@ -22,7 +22,6 @@ from shardwright.distributed.backends.between.grid import Grid
 from shardwright.distributed.backends.group import backends_of
 from shardwright.distributed.backends.hosts_group import HostsGroup
 from shardwright.distributed.backends.segment import native
-from shardwright.distributed.backends.segment.direct import can_reach
 from shardwright.distributed.backends.segment.memory import TOKEN_BYTES, Layout, Memory, Process, make_file, open_file
 from shardwright.distributed.backends.segment.waiting import make_semaphores
 from shardwright.distributed.backends.shm_group import Members, ShmGroup
@@ -96,11 +95,10 @@ def _members(meeting: _Meeting, cards: Sequence[Mapping[str, Any]], grid: Grid) 
     part = _Part(names, own_cards, index, made)
     try:
         found = meeting.exchange("joined", partial(part.join, layout))
-        answers = meeting.exchange("reaches", partial(part.reach, [found[rank] for rank in here]))
     finally:
         if index == 0 and "file" in made:
             os.close(made["file"])
-    return part.members(all(answers[rank]["reads"] for rank in here), len(cards))
+    return part.members(all(found[rank]["native"] for rank in here), len(cards))
 
 
 class _Meeting:
@@ -226,7 +224,7 @@ class _Part:
         self.memory = self._opened(layout)
         with suppress(OSError, AttributeError):  # a folder whose files may not be run
             self.library = native.Native(Path(self._made["native"])) if self._made["native"] else None
-        return {"native": self.library is not None, "address": self.memory.address}
+        return {"native": self.library is not None}
 
     def _opened(self, layout: Layout) -> Memory:
         try:
@@ -239,19 +237,11 @@ class _Part:
             here, maker = self._names[self._rank], self._names[0]
             raise _NoMemory(f"rank {here} cannot open the memory that rank {maker} has made: {error}") from error
 
-    def reach(self, found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Try what all have joined with."""
-        if not all(joined["native"] for joined in found):
-            self.library = None
-        addresses = [joined["address"] for joined in found]
-        reads = all(can_reach(pid, address, self._token) for pid, address in zip(self._pids, addresses, strict=True))
-        return {"reads": reads}
-
-    def members(self, direct: bool, ranks: int) -> Members:
-        """Return what is found; ``ranks`` has the group."""
+    def members(self, native_code: bool, ranks: int) -> Members:
+        """Return what is found; ``native_code``: all ranks here have it. ``ranks`` has the group."""
         processes = [Process(card["pid"], card["started"]) for card in self._cards]
-        crowded = _crowded(self._cards, ranks)
-        return Members(self._names, processes, self.memory, self.library, direct, crowded)
+        library = self.library if native_code else None
+        return Members(self._names, processes, self.memory, library, _crowded(self._cards, ranks))
 
 
 def _say(members: Members, hosts: int) -> None:

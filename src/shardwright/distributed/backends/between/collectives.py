@@ -19,7 +19,6 @@ from torch import Tensor
 from shardwright.distributed.backends.between.grid import PAIR, Grid, sums_parts
 from shardwright.distributed.backends.between.moving import Awaited, Moves
 from shardwright.distributed.backends.segment.collectives import Collectives, check_sizes
-from shardwright.distributed.backends.segment.direct import DIRECT_BYTES, Direct
 from shardwright.distributed.backends.segment.flats import ByRows, cut, flat_of, flats_of, gathering
 from shardwright.distributed.backends.segment.memory import SMALL_BYTES
 from shardwright.distributed.backends.segment.notes import Note, unlike
@@ -30,8 +29,6 @@ from shardwright.errors import WorldError
 Steps = Iterator[Awaited | None]
 STRETCH_BYTES = 2**19  # at most, of what a rank moves between hosts at once
 AHEAD = 3  # stretches that are between hosts at the same time
-# To which other ranks write. Where a sum fails, they may do so later: its memory is never to be anybody else's.
-_WRITTEN_TO: dict[int, Tensor] = {}
 
 
 @dataclass(frozen=True)
@@ -51,35 +48,6 @@ class _UnderWay:
     moving: Sequence[Awaited]
     rows: Sequence[Tensor]
     parts: Sequence[Tensor] = ()
-
-
-class _There:
-    """The memory of the ranks of a host, where each has a tensor like ``flat`` at one of the ``places``.
-
-    Each rank reads and writes one piece of all of them, so that none waits for another.
-    """
-
-    def __init__(self, inside: Direct, places: Sequence[int], flat: Tensor) -> None:
-        self._inside, self._places, self._start = inside, places, flat.data_ptr()
-
-    @classmethod
-    def of(cls, inside: Collectives, places: Sequence[int], flat: Tensor) -> _There | None:
-        """None where it is not to be reached, or its tensors better go through the shared memory."""
-        return cls(inside, places, flat) if isinstance(inside, Direct) and flat.nbytes > DIRECT_BYTES else None
-
-    def reduce(self, mine: Tensor, reduction: Reduction) -> None:
-        """The piece of this rank, into its own tensor."""
-        self._inside.reduce_there(mine, mine, self._at(mine), reduction)
-
-    def spread(self, mine: Tensor) -> None:
-        """The piece of this rank, into the tensors of the others."""
-        for rank, place in enumerate(self._at(mine)):
-            if rank != self._inside.rank:
-                self._inside.write_there(rank, place, mine)
-
-    def _at(self, mine: Tensor) -> list[int]:
-        """Return where a piece of ``flat`` lies in the memory of each rank."""
-        return [place + mine.data_ptr() - self._start for place in self._places]
 
 
 class Between(ByRows):
@@ -112,10 +80,8 @@ class Between(ByRows):
 
     def _come(
         self, kind: str, tensor: Tensor | None = None, operation: str = "", root: int = 0, sizes: Sequence[int] = ()
-    ) -> Generator[Awaited | None, None, tuple[Note, Sequence[int]]]:
-        """Come to the next collective; all ranks of all hosts have come to the same when this ends.
-
-        It gives what they have come to, and where the tensor of each rank of this host lies, if it may be read there.
+    ) -> Generator[Awaited | None, None, Note]:
+        """Come to the next collective, which it gives; all ranks of all hosts have come to the same when this ends.
 
         What gloo is to move must fit from the beginning: it ends a process that gets more than it awaits. Of a large
         tensor, a piece of which each rank moves, it asks the ranks to whom it does by itself, and waits for no others.
@@ -124,15 +90,11 @@ class Between(ByRows):
         self.number, self.met = self.number + 1, False
         note = own._replace(number=self.number)
         mine = note.head() + np.asarray(sizes or [0] * self.size, np.int64).tobytes()
-        alone = tensor is not None and tensor.nbytes > DIRECT_BYTES
+        alone = tensor is not None and tensor.nbytes > SMALL_BYTES
         asks = alone or self.index == 0  # the first of a host, whose others compare with it within that
         heads = [torch.frombuffer(bytearray(mine), dtype=torch.uint8) for _ in self.grid.rows if asks]
         moving = self.column.to_all(heads)
-        places: Sequence[int] = ()
-        if tensor is None:
-            yield from self.inside.come(own, sizes)
-        else:
-            places = yield from self.inside.come_showing(own, tensor, sizes)
+        yield from self.inside.come(own, sizes)
         self.met = True
         yield from moving
         said = [head.numpy().tobytes() for head in heads]
@@ -140,7 +102,7 @@ class Between(ByRows):
             raise WorldError(unlike(said, self.column.names, note.number, self.names))
         if not alone:
             yield None  # to which the first rank of a host comes when it has heard of the others
-        return note, places
+        return note
 
     def barrier(self) -> Steps:
         yield from self._come("barrier")
@@ -162,37 +124,20 @@ class Between(ByRows):
             tensor.data.copy_(total)
 
     def _reduce_all(self, kind: str, flat: Tensor, reduction: Reduction, root: int = 0) -> Steps:
-        """Stretch after stretch: while the network moves some, the ranks of a host reduce the next within it.
-
-        Where they may read each other's memory they need not meet for that: each waits for the network alone.
-        """
-        _, places = yield from self._come(kind, flat, reduction.name, root)
+        """Stretch after stretch: while the network moves some, the ranks of a host reduce the next within it."""
+        yield from self._come(kind, flat, reduction.name, root)
         in_parts = sums_parts(self.column.size, self.inside.size, flat.nbytes)
         count = max(1, -(-flat.nbytes // (STRETCH_BYTES * self.inside.size)))
-        there = _There.of(self.inside, places, flat)
-        if there:
-            _WRITTEN_TO[id(flat)] = flat
-        yield from self._in_stretches(cut(flat, count), reduction, in_parts, there)
-        if there:
-            yield None  # all have the sums of all pieces
-            del _WRITTEN_TO[id(flat)]
-
-    def _in_stretches(
-        self, stretches: Sequence[Tensor], reduction: Reduction, in_parts: bool, there: _There | None
-    ) -> Steps:
         under_way: deque[_UnderWay] = deque()
-        for stretch in stretches:
+        for stretch in cut(flat, count):
             pieces = self._pieces(stretch)
             mine = pieces[self.index]
-            if there:
-                there.reduce(mine, self._of_host(reduction))
-            else:
-                yield from self.inside.reduce_scatter_list(mine, pieces, self._of_host(reduction))
+            yield from self.inside.reduce_scatter_list(mine, pieces, self._of_host(reduction))
             under_way.append(self._sent_in_parts(pieces, mine) if in_parts else self._sent(pieces, mine))
             if len(under_way) == AHEAD:
-                yield from self._ended(under_way.popleft(), reduction, there)
+                yield from self._ended(under_way.popleft(), reduction)
         for sent in under_way:
-            yield from self._ended(sent, reduction, there)
+            yield from self._ended(sent, reduction)
 
     def _pieces(self, flat: Tensor) -> list[Tensor]:
         """One for each rank of a host."""
@@ -212,16 +157,13 @@ class Between(ByRows):
         rows, moving = self._exchanged(mine, [len(part) for part in parts])
         return _UnderWay(pieces, mine, [moving], rows, parts)
 
-    def _ended(self, sent: _UnderWay, reduction: Reduction, there: _There | None) -> Steps:
+    def _ended(self, sent: _UnderWay, reduction: Reduction) -> Steps:
         """The sum of all, in the order of the hosts, comes to all ranks of this one."""
         yield from sent.moving
         reduction.total(sent.rows, sent.parts[self.row] if sent.parts else sent.mine)
         if sent.parts:
             yield from self.column.to_all(sent.parts)
-        if there:
-            there.spread(sent.mine)
-        else:
-            yield from self.inside.all_gather_list(sent.pieces, sent.mine)
+        yield from self.inside.all_gather_list(sent.pieces, sent.mine)
 
     def _exchanged(self, flat: Tensor, lengths: Sequence[int]) -> tuple[list[Tensor], Awaited]:
         """Parts of ``flat``, of these lengths, begin to go to the hosts; and where what all have for this one comes."""
@@ -274,7 +216,7 @@ class Between(ByRows):
         """Send ``inputs[r]`` to rank r and receive ``outputs[r]`` from it: all-to-all, gather and scatter."""
         sent, _ = flats_of(list(inputs.values()))
         received, finish = flats_of(list(outputs.values()))
-        note, _ = yield from self._come(kind, next(iter((*sent, *received)))[:0], root=root)
+        note = yield from self._come(kind, next(iter((*sent, *received)))[:0], root=root)
         out = dict(zip(inputs, (flat.view(torch.uint8) for flat in sent), strict=True))
         into = dict(zip(outputs, (flat.view(torch.uint8) for flat in received), strict=True))
         lengths, awaited = ([len(of[r]) if r in of else 0 for r in range(self.size)] for of in (out, into))

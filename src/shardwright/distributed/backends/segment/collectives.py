@@ -7,7 +7,7 @@ will do. Tensors that are larger than a slot go through it chunk by chunk.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -92,13 +92,6 @@ class Collectives(ByRows):
         written = self._write(note, sizes)
         yield
         self.compare(written)
-
-    def come_showing(
-        self, note: Note, tensor: Tensor, sizes: Sequence[int] = ()
-    ) -> Generator[None, None, Sequence[int]]:
-        """Come as `come` does. Gives where the tensor of each rank lies, if others may read it there."""
-        yield from self.come(note, sizes)
-        return ()
 
     # --- every rank gets the same
 

@@ -24,7 +24,6 @@ DATA_BYTES = 1 << 19  # of a slot, behind its note: what two ranks write and rea
 WIDE_BYTES = 3 << 20  # of a wide slot; with smaller ones ranks would meet more often, and wait for who has no core
 # All parts of a tensor together, up to which each rank reads them all whatever their number.
 SMALL_BYTES = 1 << 17
-SLOTS_BYTES = 1 << 22  # of a gathered or scattered part, up to which native code moves it through the slots
 _PAGE_BYTES = mmap.ALLOCATIONGRANULARITY
 _PLACE_BYTES = 1024
 _PIECE_BYTES = 1 << 23  # of memory that is taken at once

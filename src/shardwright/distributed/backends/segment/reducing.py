@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardwright.distributed.backends.segment.collectives import Collectives
 from shardwright.distributed.backends.segment.flats import is_plain
-from shardwright.distributed.backends.segment.memory import DATA_BYTES, SLOTS_BYTES, SMALL_BYTES
+from shardwright.distributed.backends.segment.memory import DATA_BYTES, SMALL_BYTES
 from shardwright.distributed.backends.segment.native import (
     GATHERED,
     OPERATIONS,
@@ -67,14 +67,14 @@ class NativeCollectives:
         return None if kind is None else RepeatedCollective(self, kind)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> NativeCollective | None:
-        """The next one; None for what is large, or does not lie as it is to be read: steps in Python meet it."""
-        if tensor.nbytes > SLOTS_BYTES or not (is_plain(output) and is_plain(tensor)):
+        """The next one; None for what does not lie as it is to be read: steps in Python meet it."""
+        if not (is_plain(output) and is_plain(tensor)):
             return None
         return NativeCollective(self, _gathering(tensor.dtype, tensor.numel()), [tensor], [output], [output])
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, reduce_op: Any) -> NativeCollective | None:
         """The next one; None as for `all_gather`, and for what native code does not reduce."""
-        if output.nbytes > SLOTS_BYTES or not (is_plain(output) and is_plain(tensor)):
+        if not (is_plain(output) and is_plain(tensor)):
             return None
         kind = _scattering(output.dtype, output.numel(), reduce_op.op, self.collectives.size)
         return None if kind is None else NativeCollective(self, kind, [tensor], [output], [output])
