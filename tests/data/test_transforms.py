@@ -10,20 +10,14 @@ from torch.nn import functional as F
 import shardwright as sw
 from shardwright.data.images import LabelledImages
 from shardwright.data.transforms import (
-    Cast,
-    ChannelsFirst,
     Compose,
     Keys,
-    Map,
     Normalise,
     RandomCrop,
     RandomHorizontalFlip,
-    RandomResizedCrop,
-    Rescale,
-    Transformed,
 )
 
-AUGMENT = Compose([RandomCrop(12, padding=2), RandomHorizontalFlip(), RandomResizedCrop(10), Normalise([0.5], [0.25])])
+AUGMENT = Compose([RandomCrop(12, padding=2), RandomHorizontalFlip(), Normalise([0.5], [0.25])])
 
 
 def images(count, side=12):
@@ -40,20 +34,6 @@ def dataset():
     return LabelledImages(pixels, np.arange(40, dtype=np.uint8), transform=AUGMENT)
 
 
-class Plain:
-    """The same images as `dataset`, without a ``gather``."""
-
-    def __init__(self):
-        self.source = dataset()
-        self.source.transform = None
-
-    def __len__(self):
-        return 40
-
-    def __getitem__(self, index):
-        return self.source[index]
-
-
 def seen(data, ranks, epoch=0, batch_size=9, workers=0, seed=3):
     """label -> image, from all ranks of a world."""
     found = {}
@@ -68,8 +48,8 @@ def seen(data, ranks, epoch=0, batch_size=9, workers=0, seed=3):
     return torch.stack([found[label] for label in range(40)])
 
 
-@pytest.mark.parametrize("data", [dataset(), Transformed(Plain(), AUGMENT)], ids=["own", "wrapped"])
-def test_any_number_of_ranks_and_workers_sees_the_same_images(data):
+def test_any_number_of_ranks_and_workers_sees_the_same_images():
+    data = dataset()
     wanted = seen(data, 1)
     for ranks, batch_size, workers in ((2, 9, 0), (3, 9, 0), (3, 16, 2), (1, 40, 0), (1, 1, 0), (2, 9, 1)):
         assert torch.equal(seen(data, ranks, batch_size=batch_size, workers=workers), wanted)
@@ -79,7 +59,7 @@ def test_another_epoch_and_another_seed_see_other_images():
     found = [seen(dataset(), 1, epoch=epoch, seed=seed) for epoch, seed in ((0, 3), (1, 3), (0, 4))]
     for one, other in ((0, 1), (0, 2), (1, 2)):
         same = (found[one] == found[other]).flatten(1).all(dim=1)
-        assert same.sum() == 0
+        assert same.sum() < 5  # of 40: there are 50 ways to crop and to flip one
 
 
 def test_the_sample_batch_is_the_first_batch():
@@ -122,23 +102,7 @@ def test_a_crop_is_a_window_of_the_padded_image():
     assert len(places) > 20  # of 25
 
 
-def test_resized_crops_show_parts_of_the_image_at_many_places():
-    ramp = torch.arange(32.0).expand(200, 1, 32, 32)
-    out = RandomResizedCrop(8, scale=(0.25, 0.25), ratio=(1, 1))(ramp, keys(200))
-    assert out.shape == (200, 1, 8, 8)
-    steps = out[:, 0, 0, 1:-1].diff(dim=1)  # 16 columns on 8: two in a step
-    torch.testing.assert_close(steps, torch.full_like(steps, 2.0))
-    assert len(out[:, 0, 0, 3].unique()) > 14  # of 17 places
-
-
-def test_the_transforms_without_chance():
-    pixels = torch.tensor([[[[0, 51], [255, 102]]]], dtype=torch.uint8)
-    one = keys(1)
-    torch.testing.assert_close(Rescale()(pixels, one), pixels.float() / 255)
-    torch.testing.assert_close(Rescale(2.0, -1.0)(pixels.double(), one), pixels.double() * 2 - 1)
+def test_normalised_images():
     two = torch.rand(2, 3, 4, 4)
     wanted = torch.stack([(two[:, c] - m) / d for c, m, d in ((0, 0.1, 1.0), (1, 0.2, 2.0), (2, 0.3, 4.0))], dim=1)
     torch.testing.assert_close(Normalise([0.1, 0.2, 0.3], [1.0, 2.0, 4.0])(two, keys(2)), wanted)
-    assert torch.equal(ChannelsFirst()(two.permute(0, 2, 3, 1), keys(2)), two)
-    assert Cast(torch.float64)(two, keys(2)).dtype == torch.float64
-    assert torch.equal(Map(lambda image: image.flip(0))(two, keys(2)), two.flip(1))

@@ -7,10 +7,8 @@ takes them.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shardwright.data.collate import collate
 from shardwright.data.order import GOLDEN, mixed
 from shardwright.errors import UsageError
 
@@ -73,8 +70,8 @@ class Compose(Transform):
         for transform in transforms:
             if not isinstance(transform, Transform):
                 raise UsageError(
-                    f"expected transforms of shardwright.data.transforms, got {transform!r}; Map(function) makes one "
-                    "from a function of one image"
+                    f"expected transforms of shardwright.data.transforms, got {transform!r}; a data set takes a "
+                    "function of one image alone, in place of a chain"
                 )
         object.__setattr__(self, "transforms", tuple(transforms))
 
@@ -82,28 +79,6 @@ class Compose(Transform):
         for number, transform in enumerate(self.transforms):
             images = transform(images, keys.split(number))
         return images
-
-
-@dataclass(frozen=True)
-class Map(Transform):
-    """Applies a function of one image to each; what is random in it is the caller's to key."""
-
-    function: Callable[[Tensor], Tensor]
-
-    def __call__(self, images: Tensor, keys: Keys) -> Tensor:
-        return torch.stack([self.function(image) for image in images])
-
-
-@dataclass(frozen=True)
-class Rescale(Transform):
-    """``images * factor + shift``; bytes become float32."""
-
-    factor: float = 1 / 255
-    shift: float = 0.0
-
-    def __call__(self, images: Tensor, keys: Keys) -> Tensor:
-        images = images if images.is_floating_point() else images.float()
-        return images * self.factor + self.shift
 
 
 @dataclass(frozen=True)
@@ -122,24 +97,6 @@ class Normalise(Transform):
                 )
         mean, deviation = (images.new_tensor(numbers)[:, None, None] for numbers in (self.mean, self.deviation))
         return (images - mean) / deviation
-
-
-@dataclass(frozen=True)
-class ChannelsFirst(Transform):
-    """(n, h, w, c) -> (n, c, h, w)."""
-
-    def __call__(self, images: Tensor, keys: Keys) -> Tensor:
-        return images.permute(0, 3, 1, 2).contiguous()
-
-
-@dataclass(frozen=True)
-class Cast(Transform):
-    """Changes the type, and leaves values as they are where the type can hold them."""
-
-    dtype: torch.dtype
-
-    def __call__(self, images: Tensor, keys: Keys) -> Tensor:
-        return images.to(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -173,54 +130,3 @@ class RandomHorizontalFlip(Transform):
     def __call__(self, images: Tensor, keys: Keys) -> Tensor:
         flipped = keys.uniform() < self.probability
         return torch.where(flipped[:, None, None, None], images.flip(-1), images)
-
-
-@dataclass(frozen=True)
-class RandomResizedCrop(Transform):
-    """A rectangle of each image, scaled to a square of ``size`` (bilinear, with low-pass filtering where it shrinks).
-
-    Its area is a share of the image's, uniform in ``scale``; the logarithm of its width by its height is uniform
-    between those of ``ratio``. A side longer than the image's is cut to it. Float images only.
-    """
-
-    size: int
-    scale: tuple[float, float] = (0.08, 1.0)
-    ratio: tuple[float, float] = (3 / 4, 4 / 3)
-
-    def __call__(self, images: Tensor, keys: Keys) -> Tensor:
-        height, width = images.shape[-2:]
-        share, shape, top, left = (keys.split(number).uniform() for number in range(4))
-        area = height * width * (self.scale[0] + share * (self.scale[1] - self.scale[0]))
-        low, high = map(math.log, self.ratio)
-        ratio = (low + shape * (high - low)).exp()
-        heights = (area / ratio).sqrt().round().clamp(1, height).long()
-        widths = (area * ratio).sqrt().round().clamp(1, width).long()
-        tops, lefts = (top * (height - heights + 1)).long(), (left * (width - widths + 1)).long()
-        boxes = torch.stack([tops, tops + heights, lefts, lefts + widths], dim=1).tolist()
-        return torch.cat([self._scaled(image[:, a:b, c:d]) for image, (a, b, c, d) in zip(images, boxes, strict=True)])
-
-    def _scaled(self, crop: Tensor) -> Tensor:
-        return F.interpolate(crop[None], (self.size, self.size), mode="bilinear", align_corners=False, antialias=True)
-
-
-class Transformed(torch.utils.data.Dataset[Any]):
-    """Another dataset with ``transform`` applied to the first tensor of its samples, keyed by their indices."""
-
-    def __init__(self, dataset: Any, transform: Transform) -> None:
-        self.dataset = dataset
-        self.transform = transform
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> Any:
-        """One sample; random transforms draw as in the first epoch of seed 0."""
-        columns = self.gather([index])
-        return columns[0][0] if len(columns) == 1 else tuple(column[0] for column in columns)
-
-    def gather(self, indices: Sequence[int], seed: int = 0, epoch: int = 0) -> tuple[Tensor, ...]:
-        """The collated batch of one or more ``indices``."""
-        samples = [self.dataset[index] for index in indices]
-        collated = collate(samples)
-        first, *rest = collated if isinstance(collated, (tuple, list)) else [collated]
-        return self.transform(first, Keys.of(indices, seed, epoch)), *rest
