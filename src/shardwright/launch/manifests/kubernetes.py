@@ -10,8 +10,9 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
 from typing import Any
+
+import yaml
 
 from shardwright.errors import UsageError
 from shardwright.launch.carriers.torchrun import MODULE, program_words
@@ -64,7 +65,13 @@ def manifest(request: LaunchRequest, image: str | None) -> tuple[str, list[str]]
         f"# kubectl apply -f FILE          starts it\n"
         f"# kubectl logs -f {name}-master-0  shows what it says\n"
     )
-    return head + yaml_text(body), [note for note in notes if note]
+    try:
+        json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        got = error.object[error.start : error.end]
+        raise UsageError(f"{got!r} is not UTF-8, which a manifest has to be; give it another name") from None
+    text = yaml.safe_dump(body, sort_keys=False, width=math.inf)
+    return head + text, [note for note in notes if note]
 
 
 def _pods(request: LaunchRequest) -> tuple[int, int]:
@@ -149,52 +156,3 @@ def _variables(request: LaunchRequest) -> dict[str, str]:
     if request.save_graphs is not None:
         read[VARIABLE] = str(SaveGraphs.parse(request.save_graphs))
     return read
-
-
-_PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")
-_NO_WORDS = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})
-
-
-def yaml_text(values: Mapping[str, Any]) -> str:
-    """Return a document of mappings, sequences and scalars, for a person to edit.
-
-    >>> print(yaml_text({"spec": {"size": "8", "pods": [{"name": "a", "run": ["sh", "-c"]}]}}), end="")
-    spec:
-      size: "8"
-      pods:
-        - name: a
-          run: ["sh", "-c"]
-    """
-    return "".join(f"{line}\n" for line in _lines(values))
-
-
-def _lines(values: Mapping[str, Any], indent: str = "") -> Iterator[str]:
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield f"{indent}{key}:"
-            yield from _lines(value, f"{indent}  ")
-        elif isinstance(value, list) and value and isinstance(value[0], Mapping):
-            yield f"{indent}{key}:"
-            for item in value:
-                first, *rest = _lines(item, f"{indent}    ")
-                yield f"{indent}  - {first.lstrip()}"
-                yield from rest
-        else:
-            yield f"{indent}{key}: {_scalar(value)}"
-
-
-def _scalar(value: Any) -> str:
-    """Return a value as JSON, which is YAML; a word that can be taken for nothing else goes without quotes."""
-    plain = isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _NO_WORDS
-    return str(value) if plain else _escaped(json.dumps(value, ensure_ascii=False))
-
-
-def _escaped(text: str) -> str:
-    r"""Return JSON without characters that YAML takes for line ends, or does not take.
-
-    >>> print(_escaped('"a\u2028b"'))
-    "a\U00002028b"
-    """
-    if re.search("[\ud800-\udfff]", text):
-        raise UsageError(f"{text!r} is not UTF-8, which a manifest has to be; give it another name")
-    return "".join(letter if letter.isprintable() else f"\\U{ord(letter):08x}" for letter in text)
