@@ -16,11 +16,13 @@ from shardwright.compiler.lower.check import check
 from shardwright.compiler.lower.liveness import peak_of
 from shardwright.compiler.lower.lower import lower
 from shardwright.compiler.mesh.collectives import LateSum
+from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.mesh.simulate import SimulatedCommunicator, simulate
-from shardwright.compiler.plan.baselines import fully_sharded
+from shardwright.compiler.plan.baselines import data_parallel, fully_sharded
 from shardwright.compiler.plan.pricing.graph import RuledGraph
 from shardwright.compiler.plan.request import PlanRequest
+from shardwright.compiler.plan.search.choices import casting_shards
 from shardwright.errors import LoweringError, WorldError
 from shardwright.runtime.compiled.compiler import in_stretches
 from shardwright.runtime.programs.buckets import GradientReduction
@@ -65,6 +67,56 @@ def network(width=64, layers=2, rows=8, dtype=torch.float64):
 def sharded(model, batch, ranks, of=loss_fn, **options):
     graph = RuledGraph.of(captured_step(model, of, batch, {}))
     return replace(fully_sharded(graph, PlanRequest(Mesh.of(d=ranks))), **options)
+
+
+def partly_sharded(model, batch, of=loss_fn):
+    """Rows of the batch are split over both axes of the mesh, and parameters over the second one."""
+    graph = RuledGraph.of(captured_step(model, of, batch, {}))
+    plan, mesh = data_parallel(graph, PlanRequest(Mesh.of(d=4))), Mesh.of(a=2, b=2)
+
+    def over(layout):
+        dims = (replace(dim, axes=mesh.names if dim.axes else ()) for dim in layout.dims)
+        return replace(layout, dims=tuple(dims), partial=mesh.names if layout.partial else ())
+
+    strategies = {
+        name: replace(
+            strategy,
+            axes=tuple(mesh.names if axes else () for axes in strategy.axes),
+            partial=mesh.names if strategy.partial else (),
+        )
+        for name, strategy in plan.strategies.items()
+    }
+    leaves = {name: over(layout) for name, layout in plan.leaves.items()}
+    stored = {v.name: Layout.split(len(v.shape), {0: ("b",)}) for v in plan.capture.of_kind("parameter")}
+    return replace(
+        plan,
+        mesh=mesh,
+        named=mesh,
+        strategies=casting_shards(graph, mesh, strategies, stored),
+        leaves=leaves | stored,
+        outputs={name: over(layout) for name, layout in plan.outputs.items()},
+        again=frozenset(
+            value.name for value in plan.capture.values.values() if value.of_parameter and value.bytes > 1 << 13
+        ),
+    )
+
+
+@pytest.mark.parametrize(("of", "tolerance"), [(loss_fn, 1e-12), (in_half, 0.0)])
+def test_gradients_that_go_on_into_buckets_are_waited_for_late(of, tolerance, monkeypatch):
+    model, batch = network(dtype=torch.float64 if of is loss_fn else torch.float32)
+    plan = replace(partly_sharded(model, batch, of), memory=1 << 30)
+    program = lower(plan, 0, 1 << 15, 1 << 10, overlap=True)
+    buckets = {name for one in program.instructions if one.kind == "bucket" for name in one.outputs}
+    assert sum(one.kind == "late" and set(one.reads) <= buckets for one in program.instructions) >= 2
+    assert kinds(program).count("begin") >= 2
+    assert program.prefetches
+    found = run(plan, model, batch, bucket_bytes=1 << 15)
+    if of is loss_fn:
+        expected = plain(model, of, batch)
+    else:
+        monkeypatch.setattr(whole, "lower", lambda plan, rank, *sizes, overlap: lower(plan, rank, *sizes))
+        expected = run(plan, model, batch, bucket_bytes=1 << 15)
+    same(found, expected, tolerance)
 
 
 def kinds(program):
@@ -269,6 +321,16 @@ def test_it_keeps_to_the_limit_of_memory_and_leaves_stretches_whole():
     assert peaks == sorted(peaks)
     most = lower(replace(plan, memory=1 << 40), 0, overlap=True)
     assert len(in_stretches(most)[1]) == len(in_stretches(without)[1])
+
+
+def test_ranks_that_hold_less_begin_no_more_than_others():
+    model, batch = network()
+    plan = sharded(model, tuple(tensor[:4, None].expand(4, 64, -1) for tensor in batch), 3)  # two rows, two, and none
+    least = peak_of(plan, lower(plan, 0)).bytes
+    for memory in (None, *range(least, least * 3 // 2, least // 10)):
+        limited = replace(plan, memory=memory)
+        programs = [lower(limited, rank, overlap=True) for rank in range(3)]
+        assert len({(*kinds(program), program.prefetches) for program in programs}) == 1
 
 
 def test_a_pulse_names_what_is_begun_and_waited_for():

@@ -16,8 +16,9 @@ section behind (`shardwright.runtime.programs.resharded`).
 
 The order of all that is begun stands in the program, which is alike on all ranks.
 
-Only the first step from parameters as they are stored, or from casts of these, begins early. In a block that the
-backward computes again all-gathers begin inside of the block.
+Only the first all-gather of parameters as they are stored, or of casts of these, begins early. In a block that the
+backward computes again all-gathers begin inside of the block. Where the sum of a gradient goes on into a bucket, as
+that of a parameter which is sharded over some axes and replicated over others, the bucket stands before the wait.
 """
 
 from __future__ import annotations
@@ -54,20 +55,29 @@ def begin_early(program: LocalProgram, plan: Plan) -> LocalProgram:
         return program
     limit_bytes = plan.memory
     if limit_bytes is None:
-        limit_bytes = peak_of(plan, program).bytes + 2 * _layer_bytes(gathers, program)
+        limit_bytes = _peak_bytes(plan, program) + 2 * _layer_bytes(gathers, program)
     for prefetches, ahead in itertools.product((True, False) if regathers else (False,), _AHEAD):
         found = dataclasses.replace(_Moving(program, plan, gathers, ahead).program(), prefetches=prefetches)
-        if peak_of(plan, found).bytes <= limit_bytes:
+        if _peak_bytes(plan, found) <= limit_bytes:
             return found
     return program
 
 
+def _peak_bytes(plan: Plan, program: LocalProgram) -> int:
+    """Return the peak of rank 0, which holds the most, so that all ranks decide alike."""
+    return peak_of(plan, dataclasses.replace(program, rank=0)).bytes
+
+
 @dataclass(frozen=True)
 class _Gather:
-    """The all-gather at a place of a program, and the operators that make what it reads of parameters."""
+    """The all-gather at a place of a program, and the operators that make what it reads of parameters.
+
+    ``stored`` has for variables those from which they differ in the way of their gradients alone: parameters, or casts.
+    """
 
     at: int
     instruction: Instruction
+    stored: Mapping[str, str]
     makers: tuple[int, ...]
 
     @property
@@ -78,9 +88,7 @@ class _Gather:
     @property
     def call(self) -> Call:
         """Return the call that gathers."""
-        call = self.instruction.call
-        found: Call = call.args[0] if self.instruction.reshards else call
-        return found
+        return _gathering(self.instruction)
 
     def collective(self, mesh: Mesh) -> Collective:
         """Return what it communicates forward."""
@@ -88,29 +96,49 @@ class _Gather:
         found = [collective for collective in moved if collective is not None]
         return dataclasses.replace(found[0], bytes=sum(collective.bytes for collective in found))
 
-    def receivers(self, program: LocalProgram) -> tuple[str, ...]:
-        """Return the parameters to which its backward gives sums of gradients; none where it gives them to others."""
+    @property
+    def receivers(self) -> tuple[str, ...]:
+        """Return the variables to which its backward gives sums of gradients; none where it sums none."""
         value, step = self.instruction.moves[0]
         if step.adjoint != "reduce_scatter" or not value.needs_gradient:
             return ()
         source = dict(self.call.kwargs).get("source")
-        found = (source.text,) if isinstance(source, Name) else self.operands
-        return found if all(name in program.parameters for name in found) else ()
+        return (source.text,) if isinstance(source, Name) else self.operands
 
 
 def _gathers(program: LocalProgram) -> Iterator[_Gather]:
     """Return the all-gathers of parameters, and of what casts alone make of them."""
+    stored = dict(zip(program.parameters, program.parameters, strict=True))  # -> the variable of the same part
     makers: dict[str, tuple[int, ...]] = dict.fromkeys(program.parameters, ())
     for at, one in enumerate(program.instructions):
-        if one.node is not None and row_of(one.node.op).casts and one.reads[0] in makers:
-            makers[one.outputs[0]] = (*makers[one.reads[0]], at)
+        if any(name not in stored for name in one.reads) or not one.reads:
+            continue
+        if one.passes_on or one.enters:
+            for output, read in zip(one.outputs, one.reads, strict=False):
+                stored[output], makers[output] = stored[read], makers[stored[read]]
+        elif one.node is not None and row_of(one.node.op).casts:
+            if stored[one.reads[0]] == one.reads[0] or _gradient_passes_by(one, program):
+                stored[one.outputs[0]] = one.outputs[0]
+                makers[one.outputs[0]] = (*makers[stored[one.reads[0]]], at)
         elif one.moves and all(step.kind == "all_gather" for _, step in one.moves):
-            if program.mesh.extent(one.moves[0][1].axes) == 1 or any(name not in makers for name in one.reads):
-                continue
-            needed = dict.fromkeys(maker for name in one.reads[: len(one.moves)] for maker in makers[name])
-            inside = [maker for maker in needed if program.instructions[maker].block]
-            if all(program.instructions[maker].block == one.block for maker in inside):
-                yield _Gather(at, one, tuple(inside if one.block else needed))
+            parts = tuple(stored[name] for name in one.reads[: len(one.moves)])
+            needed = tuple(dict.fromkeys(maker for name in parts for maker in makers[name]))
+            inside = tuple(maker for maker in needed if program.instructions[maker].block)
+            fits = all(program.instructions[maker].block == one.block for maker in inside)
+            if fits and program.mesh.extent(one.moves[0][1].axes) > 1:
+                yield _Gather(at, one, stored, inside if one.block else needed)
+
+
+def _gradient_passes_by(cast: Instruction, program: LocalProgram) -> bool:
+    """Return whether all that read a cast give its gradient to what was cast."""
+    readers = [one for one in program.instructions if cast.outputs[0] in one.reads]
+    return all("source" in dict(_gathering(one).kwargs) for one in readers)
+
+
+def _gathering(instruction: Instruction) -> Call:
+    """Return the call that gathers, of an instruction that may reshard after the forward."""
+    found: Call = instruction.call.args[0] if instruction.reshards else instruction.call
+    return found
 
 
 def _layer_bytes(gathers: Sequence[_Gather], program: LocalProgram) -> int:
@@ -133,6 +161,10 @@ class _Moving:
         self._objective = None if plan.hardware is None else Seconds(plan.hardware, plan.optimizer)
         self._done_s = [0.0, *accumulate(map(self._seconds, self._instructions))]  # what is computed before each
         self._taken = set(program.names)
+        # Parameters, and what a bucket at that place makes of them.
+        self._given = dict.fromkeys(program.parameters, -1)
+        for at, one in enumerate(self._instructions):
+            self._given.update(dict.fromkeys(one.outputs, at) if one.kind == "bucket" else {})
 
     def program(self) -> LocalProgram:
         """Return it."""
@@ -142,9 +174,13 @@ class _Moving:
         lates: list[dict[str, str]] = []
         for last, gather in zip((None, *self._gathers), self._gathers, strict=False):
             lates.append({})
-            if last is not None and (receivers := gather.receivers(self._program)):
+            receivers = gather.receivers
+            if last is not None and receivers and all(name in self._given for name in receivers):
                 lates[-1] = {name: self._fresh(f"{name}_late") for name in receivers}
                 at, block = self._late_place(last, gather)
+                buckets = {self._given[name] for name in receivers if self._given[name] >= at} - moved
+                moved |= buckets
+                before[at] += [self._instructions[bucket] for bucket in sorted(buckets)]
                 call = Call("reduced_late", variables(receivers))
                 outputs = tuple(lates[-1].values())
                 before[at].append(Instruction("late", outputs, receivers, call, unpacks=True, block=block))
@@ -155,7 +191,7 @@ class _Moving:
                 begun = self._fresh(f"{gather.instruction.outputs[0]}_begun")
                 makers = [maker for maker in gather.makers if maker >= place and maker not in moved]
                 moved.update(makers)
-                before[place] += [*(self._instructions[maker] for maker in makers), _begin(gather, begun)]
+                before[place] += [*(self._made(maker, gather) for maker in makers), _begin(gather, begun)]
             if begun or late:
                 ended[gather.at] = _ended(gather, late, begun)
         instructions: list[Instruction] = []
@@ -163,6 +199,11 @@ class _Moving:
             instructions += sorted(before[at], key=lambda each: bool(each.block))  # what stands before a block first
             instructions += [] if at in moved else [ended.get(at, one)]
         return dataclasses.replace(self._program, instructions=tuple(instructions))
+
+    def _made(self, maker: int, gather: _Gather) -> Instruction:
+        """Return a cast of the parameter as it is stored."""
+        cast = self._instructions[maker]
+        return cast.reading(cast.reads[0], gather.stored[cast.reads[0]])
 
     def _late_place(self, last: _Gather, gather: _Gather) -> tuple[int, str]:
         """Return before which instruction a gather's sums are waited for, and the block of that place."""
@@ -234,14 +275,15 @@ class _Moving:
 
 def _begin(gather: _Gather, begun: str) -> Instruction:
     """Return what begins an all-gather, as a variable of that name."""
-    call, one = gather.call, gather.instruction
+    one, call = gather.instruction, gather.call.renamed(lambda name: gather.stored.get(name, name))
+    reads = tuple(gather.stored[name] for name in gather.operands)
     if one.kind == "joined":
         comm, axes, _, *parts = call.args
         begins = Call("begin_all_gather_together", (comm, axes, *parts))
     else:
         kwargs = tuple((name, arg) for name, arg in call.kwargs if name not in ("adjoint", "reduced_in", "source"))
-        begins = Call("begin_all_gather", (Name(gather.operands[0]), COMM), kwargs)
-    return dataclasses.replace(one, kind="begin", outputs=(begun,), reads=gather.operands, call=begins, regathers=0)
+        begins = Call("begin_all_gather", (Name(reads[0]), COMM), kwargs)
+    return dataclasses.replace(one, kind="begin", outputs=(begun,), reads=reads, call=begins, regathers=0)
 
 
 def _ended(gather: _Gather, late: Mapping[str, str], begun: str) -> Instruction:

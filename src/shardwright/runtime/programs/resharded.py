@@ -185,7 +185,7 @@ class ReshardAfterForward:
             return [gathered]
 
         def begin(parts: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
-            [part], (_, arguments) = parts, steps[0]
+            [part], (_, arguments) = parts, moving[0]
             wait = begin_all_gather(
                 part,
                 comm,
@@ -193,7 +193,8 @@ class ReshardAfterForward:
             )
             return lambda: [wait()]
 
-        gathers_alone = len(steps) == 1 and "adjoint" in steps[0][1]  # as all_gather alone has it
+        moving = [step for step in steps if "dim" in step[1]]  # and not "enter", forward the identity
+        gathers_alone = len(moving) == 1 and "adjoint" in moving[0][1]  # as all_gather alone has it
         self._note([whole], _Collective([name], [part], gather, begin if gathers_alone else None))
         return whole
 

@@ -61,7 +61,9 @@ class Sites:
 
     def watched_later(self, function: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
         """``function``, in whose backward each bucket is waited for."""
-        buckets = [at for at, instruction in enumerate(self._program.instructions) if instruction.kind == "bucket"]
+        found = {one.reads[0]: at for at, one in enumerate(self._program.instructions) if one.kind == "bucket"}
+        waited = next((one.outputs for one in self._program.instructions if one.kind == "later"), ())
+        buckets = [found[name] for name in waited if name in found]
         words = [_words(self._program, at)[1] for at in buckets]
         hooks = [_hook(self._pulse, site(text, 2 * len(self._program.instructions))) for text in words]
 
