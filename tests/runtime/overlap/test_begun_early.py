@@ -28,7 +28,7 @@ from shardwright.runtime.compiled.compiler import in_stretches
 from shardwright.runtime.programs.buckets import GradientReduction
 from shardwright.runtime.programs.execute import Execution, StepArguments
 from shardwright.runtime.programs.sites import labels
-from whole import plain, run, same
+from whole import measured_peak, plain, run, same
 
 
 class Blocks(nn.Module):
@@ -321,6 +321,19 @@ def test_it_keeps_to_the_limit_of_memory_and_leaves_stretches_whole():
     assert peaks == sorted(peaks)
     most = lower(replace(plan, memory=1 << 40), 0, overlap=True)
     assert len(in_stretches(most)[1]) == len(in_stretches(without)[1])
+
+
+@pytest.mark.parametrize("rows", [16, 512])
+def test_the_peak_knows_what_is_under_way(rows, monkeypatch):
+    model, batch = network(128, rows=rows)
+    plan = sharded(model, batch, 2)
+    program = lower(plan, 0, overlap=True)
+    assert {"begin", "late"} <= set(kinds(program))
+    assert program.prefetches
+    predicted = peak_of(plan, program).bytes - plan.held.optimizer
+    assert predicted == pytest.approx(measured_peak(plan, model, batch, monkeypatch), rel=0.15)
+    without = peak_of(plan, lower(plan, 0)).bytes - plan.held.optimizer
+    assert without < predicted
 
 
 def test_ranks_that_hold_less_begin_no_more_than_others():
