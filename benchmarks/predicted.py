@@ -48,7 +48,7 @@ def inside(options: argparse.Namespace) -> None:
         "measured_s": took_s,
         "predicted_s": prices.step_s,
         "computing_s": prices.computing_s + prices.updating_s + prices.hardware.around_s,
-        "communicating_s": prices.communicating_s - prices.hidden_s,
+        "communicating_s": prices.exposed_s,
         "backend": world.backend,
     }
     if world.rank == 0:

@@ -1,5 +1,6 @@
 """The page of a plan for a browser: what it is told, and what it does in one."""
 
+import itertools
 import json
 
 import pytest
@@ -105,11 +106,15 @@ def test_a_layer_that_differs_has_a_row_of_its_own():
 def test_the_time_line_is_the_step(plans):
     for plan in plans.values():
         prices = Prices(plan, H100)
-        events = events_of(plan, prices)
-        assert sum(event.seconds for event in events) == pytest.approx(prices.computing_s + prices.communicating_s)
-        assert [event.backward for event in events] == sorted(event.backward for event in events)
-        computing = sum(event.seconds for event in events if event.lane == "computes")
-        assert computing == pytest.approx(prices.computing_s)
+        events = events_of(prices)
+        end_s = max(event.start_s + event.seconds for event in events)
+        assert end_s == pytest.approx(prices.computing_s + prices.communicating_s - prices.hidden_s)
+        assert end_s == pytest.approx(prices.step_s - prices.updating_s)
+        assert [event.start_s for event in events] == sorted(event.start_s for event in events)
+        computed = [event for event in events if event.lane == "computes"]
+        assert [event.backward for event in computed] == sorted(event.backward for event in computed)
+        for before, after in itertools.pairwise(computed):
+            assert before.start_s + before.seconds <= after.start_s + 1e-12
 
 
 def test_what_the_page_is_told_ends_no_script_and_needs_no_network(document):
@@ -133,6 +138,7 @@ def test_in_a_browser_it_folds_sorts_finds_and_compares(document, tmp_path):
     with opened(tmp_path / "plan.html", color_scheme="dark") as shown:
         assert shown.inner_text("h1") == "Plan of net.py:</script><b>build"
         assert "mesh dp=2 tp=4: 8 devices" in shown.inner_text("#sentence")
+        assert "of the communication is hidden, " in shown.inner_text("#sentence")
         # by the keyboard: to the folded layers, open, and down to an operator
         row = shown.locator("tr.module", has_text="0-2 × 3")
         row.click()

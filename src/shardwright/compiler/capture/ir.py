@@ -42,7 +42,9 @@ class Value:
     (``0``, ``image``, ``1.mask``), or the name of the node that made it. ``needs_gradient`` says that the backward of
     the loss comes to it (`shardwright.compiler.capture.reached`). ``reduced_in`` is the dtype in which its gradient is
     summed over ranks, of parameters and of their casts and views (`shardwright.compiler.capture.reduced`). ``shared``
-    says that several equal casts are one (`shardwright.compiler.capture.casts`).
+    says that several equal casts are one (`shardwright.compiler.capture.casts`). ``read_first`` says of parameters, and
+    of their casts and views, that the operator which reads one before all others reads it, and no other does
+    (`shardwright.compiler.capture.read_first`).
     """
 
     name: str
@@ -53,6 +55,7 @@ class Value:
     needs_gradient: bool
     reduced_in: torch.dtype | None = None
     shared: bool = False
+    read_first: bool = False
 
     @property
     def bytes(self) -> int:

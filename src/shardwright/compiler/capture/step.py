@@ -14,6 +14,7 @@ from shardwright.compiler.capture.casts import with_shared_casts
 from shardwright.compiler.capture.ir import Capture, Filled
 from shardwright.compiler.capture.pins import apply_pins
 from shardwright.compiler.capture.reached import with_gradients_of_loss
+from shardwright.compiler.capture.read_first import with_read_first
 from shardwright.compiler.capture.reduced import with_reduction_dtypes
 from shardwright.compiler.capture.rewrite import rewrite
 from shardwright.compiler.capture.tracing.trace import LossFunction
@@ -56,7 +57,7 @@ def _finished(
     filled: Collection[Filled],
 ) -> Capture:
     pinned = apply_pins(rewrite(captured, batch_norm=batch_norm, filled=filled), pins)
-    return with_reduction_dtypes(with_shared_casts(with_gradients_of_loss(pinned)), reduce_dtype)
+    return with_read_first(with_reduction_dtypes(with_shared_casts(with_gradients_of_loss(pinned)), reduce_dtype))
 
 
 class OpenStep:

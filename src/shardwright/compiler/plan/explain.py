@@ -18,7 +18,6 @@ from shardwright.common.words import in_bytes, in_time
 from shardwright.compiler.capture.ir import Node, Value
 from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.plan.decisions import Decisions
-from shardwright.compiler.plan.pricing.cost import Seconds
 from shardwright.compiler.plan.pricing.graph import target_of
 from shardwright.compiler.plan.pricing.hardware import Hardware
 from shardwright.compiler.plan.search.choices import Space
@@ -26,7 +25,8 @@ from shardwright.compiler.plan.search.problem import CostCache, Problem, Solutio
 from shardwright.compiler.plan.searches import SEARCHES
 from shardwright.compiler.plan.spaces import choices_of
 from shardwright.compiler.plan.text import in_tuples, joined, short, table, template
-from shardwright.compiler.plan.timing.prices import Communication, Prices
+from shardwright.compiler.plan.timing.costs import Communication
+from shardwright.compiler.plan.timing.prices import Prices
 from shardwright.compiler.rules.notation import OpRule, Strategy
 from shardwright.errors import PlanError, UsageError
 
@@ -55,7 +55,7 @@ class Explainer:
 
     def __init__(self, plan: Decisions, hardware: Hardware) -> None:
         self.plan, self.prices = plan, Prices(plan, hardware)
-        self.known = CostCache(plan.graph, Seconds(hardware, plan.optimizer), plan.mesh)
+        self.known = CostCache(plan.graph, self.prices.bounding, plan.mesh)
         self.nodes = {node.name: node for node in plan.capture.nodes}
         self.parameters = {value.label: value for value in plan.capture.of_kind("parameter")}
 

@@ -1,4 +1,4 @@
-"""The search over meshes, few axes first, and over how much of the communication of gradients is hidden."""
+"""The search over meshes, few axes first, and over how much of the communication is hidden."""
 
 from __future__ import annotations
 
@@ -31,13 +31,15 @@ from shardwright.errors import PlanError, StrategyError
 def searched_plan(graph: RuledGraph, request: PlanRequest, search: SearchName) -> Plan:
     """Return the plan that costs least of those that a search finds.
 
-    Where the hardware hides the reduction of gradients behind the backward, several searches are made.
+    Where the hardware hides communication behind computing, several searches are made.
     """
     row = SEARCHES[search]
     objective = row.objective(request.hardware, request.optimizer)
     if isinstance(objective, Seconds) and request.hardware.hides_gradients:
         return cheapest_with_hidden(
-            lambda of: Meshes(graph, request, replace(row, objective=lambda *_: of)).found(), objective
+            lambda of: Meshes(graph, request, replace(row, objective=lambda *_: of)).found(),
+            objective,
+            objective.before_first(graph),
         )
     return Meshes(graph, request, row).found()
 
@@ -190,45 +192,51 @@ class Meshes:
         raise PlanError(f"no plan was found on the mesh {mesh}: {error}; try fewer axes, as in mesh='dp=4,tp=2'")
 
 
-MOST_SHARES = 4  # of what is hidden, for each of which a search is made
-CLOSE_SHARES = 1e-3
+MOST_WEIGHTS = 4  # of what is hidden, for each of which a search is made
+CLOSE_TO_BOUND = 1e-3  # a gap, as a share, that is not worth a search as if nothing were hidden
+CLOSE_WEIGHTS = 1e-3
 P = TypeVar("P", bound=Decisions)
 
 
-def cheapest_with_hidden(search: Callable[[Seconds], P], objective: Seconds) -> P:
-    """The plan whose step takes least of those that are found, what is hidden of its gradients taken off.
+def cheapest_with_hidden(search: Callable[[Seconds], P], objective: Seconds, before_s: float = 0.0) -> P:
+    """The plan whose step takes least of those that are found, what is hidden of its communication taken off.
 
     What is hidden is no sum over operators and transfers, as searches minimise. But it is no more than what the
-    hardware hides of the shorter of the two, reducing gradients and the backward, and so of any mean of both.
-    So for each share from 0 to 1 the sums of ``objective.hiding(share)`` are bounds of what steps take: the least of
-    them is a bound of all plans. The largest of these bounds is given, and the plan that takes least of all that
-    were found, also as if nothing were hidden. That need not be the least of all, since a bucket begins when its
-    gradients are there and not with the backward; how far it may be from it is the gap.
+    hardware hides of the shorter of the two, of what may overlap and of the computing beside it, and so of any mean of
+    both. So for each weight from 0 to 1 the sums of ``objective.hiding(weight)`` are bounds of what steps take
+    (`Seconds`): the least of them is a bound of all plans. The largest of these bounds is given, and the plan that
+    takes least of all that were found, where a gap is left also as if nothing were hidden. That need not be the least
+    of all, since nothing can be communicated before it is there, nor later than it is needed; how far it may be from it
+    is the gap.
 
-    As a function of the share the bound rises where the plan that it comes from reduces gradients in less time than its
-    backward takes, falls where in more, and has no second top. So the first share is 1, and mostly the last one: most
-    plans have the longer backward. Else 0 is the next, and then those where the sums of the two nearest plans meet.
+    Beside ``before_s`` seconds of computing goes on what none of these sums has (`Seconds.before_first`).
+
+    As a function of the weight the bound rises where less overlaps in the plan that it comes from than there is
+    computing beside it, falls where more, and has no second top. So the first weight is 1, and mostly the last one:
+    most plans compute for longer. Else 0 is the next, and then those where the sums of the two nearest plans meet.
     """
-    hides, plan = objective.hardware.hides_gradients, search(objective)
-    found = [_taking_less(plan, Prices(plan, objective.hardware), 0.0)]
+    hides, found = objective.hardware.hides_gradients, list[P]()
     bounds: list[float | None] = []
-    lines: dict[bool, tuple[float, float]] = {}  # of the last plan of a bound that rises, or falls: at share 0, slope
-    share = 1.0
-    for _ in range(MOST_SHARES):
-        plan = search(objective.hiding(share))
+    lines: dict[bool, tuple[float, float]] = {}  # of the last plan of a bound that rises, or falls: at 0, and its slope
+    weight = 1.0
+    for _ in range(MOST_WEIGHTS):
+        plan = search(objective.hiding(weight))
         prices = Prices(plan, objective.hardware)
-        hidden_s = hides * (share * prices.reducing_s + (1 - share) * prices.backward_s)
+        hidden_s = hides * (weight * prices.overlapping_s + (1 - weight) * prices.beside_s)
         found.append(_taking_less(plan, prices, hidden_s))
-        bounds.append(plan.bound)
-        slope = hides * (prices.backward_s - prices.reducing_s)
-        lines[slope >= 0] = (plan.cost or 0.0) - slope * share, slope
-        if (slope >= 0) == (share == 1) and share in (0, 1):
+        bounds.append(None if plan.bound is None else plan.bound - hides * before_s)
+        slope = hides * (prices.beside_s - prices.overlapping_s)
+        lines[slope >= 0] = (plan.cost or 0.0) - slope * weight, slope
+        if (slope >= 0) == (weight == 1) and weight in (0, 1):
             break
-        before, share = share, _meeting(lines) if len(lines) > 1 else 0.0
-        if abs(share - before) < CLOSE_SHARES:
+        before, weight = weight, _meeting(lines) if len(lines) > 1 else 0.0
+        if abs(weight - before) < CLOSE_WEIGHTS:
             break
-    best = min(found, key=lambda one: one.cost or 0.0)
     known = [bound for bound in bounds if bound is not None]
+    if not known or min(one.cost or 0.0 for one in found) > max(known) * (1 + CLOSE_TO_BOUND):
+        plan = search(objective)
+        found.append(_taking_less(plan, Prices(plan, objective.hardware), 0.0))
+    best = min(found, key=lambda one: one.cost or 0.0)
     return replace(best, bound=min(max(known), best.cost or 0.0) if known else None)
 
 

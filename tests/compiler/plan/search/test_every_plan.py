@@ -15,14 +15,17 @@ from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.plan import make, meshes
 from shardwright.compiler.plan.pricing.cost import Seconds
 from shardwright.compiler.plan.pricing.hardware import shipped
+from shardwright.compiler.plan.pricing.links import Curve, Segment
 from shardwright.compiler.plan.pricing.memory import repeatable
 from shardwright.compiler.plan.request import PlanRequest
 from shardwright.compiler.plan.search.choices import OverBudget
 from shardwright.compiler.plan.searches import SEARCHES
+from shardwright.compiler.plan.timing.prices import Prices
 from shardwright.errors import PlanError
 from whole import true_cost
 
-HARDWARE = replace(shipped("h100"), ranks_per_host=2)
+# Nothing is hidden of communication: then the seconds of a step are the sum that a search minimises.
+HARDWARE = replace(shipped("h100"), ranks_per_host=2, hides_gradients=0.0)
 OBJECTIVE = Seconds(HARDWARE)
 
 
@@ -61,7 +64,7 @@ def spaces(monkeypatch):
                 alike.setdefault(id(of), some(of, max(map(len, kind.values())), random.Random(f"{mesh} {len(of)}")))
         strategies = {name: alike[id(of)] for name, of in space.strategies.items()}
         space = replace(space, strategies=strategies, leaves={n: alike[id(of)] for n, of in space.leaves.items()})
-        if row is SEARCHES["exact"]:
+        if row.keeps is SEARCHES["exact"].keeps and not row.by_axes:
             found[mesh] = space
         return space
 
@@ -117,3 +120,37 @@ def test_no_plan_costs_less_than_what_is_found_or_than_its_bound(seed, spaces):
         assert plan.cost == pytest.approx(true_cost(plan, OBJECTIVE), rel=1e-9)
         assert plan.bound <= optimum * (1 + 1e-9)
         assert plan.bound <= plan.cost
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("seed", "times", "hides"),
+    [(0, 1.0, 0.5), (1, 0.03, 1.0), *(pytest.param(seed, 0.1, 0.9, marks=SLOW) for seed in range(2, 8))],
+)
+def test_no_plan_takes_less_than_the_bound_where_communication_is_hidden(seed, times, hides, spaces):
+    """With links that take so many times as long: the sums of a search are below what a step takes, of every plan."""
+    capture = captured(random.Random(seed), {})
+    links = tuple(
+        replace(link, curve=Curve(tuple(Segment(s.from_bytes, s.latency_s * times, s.bandwidth / times)
+                                        for s in link.curve.segments)))
+        for link in HARDWARE.links
+    )  # fmt: skip
+    hardware = replace(HARDWARE, hides_gradients=hides, links=links, launch_s=HARDWARE.launch_s * times)
+    seconds = Seconds(hardware)
+    found = make.make_plan(capture, PlanRequest(Mesh.of(d=4), hardware=hardware))
+    make.make_plan(capture, PlanRequest(Mesh.of(d=4), hardware=hardware, memory=1 << 50))  # with blocks in the spaces
+    least = math.inf
+    for plan in (plan for space in spaces.values() for plan in every_plan(space, found)):
+        prices = Prices(plan, hardware)
+        least = min(least, prices.step_s)
+        for weight in (0.0, 0.4, 1.0):
+            counted = true_cost(plan, seconds.hiding(weight)) - hides * seconds.before_first(plan.graph)
+            assert counted <= prices.step_s * (1 + 1e-9)
+            all_s = prices.step_s + prices.hidden_s
+            hidden = hides * (weight * prices.overlapping_s + (1 - weight) * prices.beside_s)
+            assert true_cost(plan, seconds.hiding(weight)) == pytest.approx(all_s - hidden)
+    assert found.bound <= least * (1 + 1e-9)
+    assert least <= found.cost * (1 + 1e-9)
+    assert found.cost == pytest.approx(Prices(found, hardware).step_s)

@@ -46,7 +46,7 @@ def graph(pin=None, rows=48, inner=8192, columns=8192):
 
 
 def planned(devices, capture=None, per_host=None, **options):
-    hardware = replace(shipped("h100"), ranks_per_host=per_host)
+    hardware = replace(shipped("h100"), ranks_per_host=per_host, hides_gradients=0.0)
     return make_plan(capture or graph(), PlanRequest(Mesh.of(d=devices), hardware=hardware, **options))
 
 

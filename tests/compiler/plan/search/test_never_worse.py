@@ -37,7 +37,8 @@ from shardwright.compiler.plan.spaces import space_of
 from shardwright.compiler.rules.notation import Operand
 from shardwright.training.zoo import GPT
 
-HARDWARE = replace(shipped("h100"), ranks_per_host=2)
+# Nothing is hidden of communication: then the seconds of a step are the sum that a search minimises.
+HARDWARE = replace(shipped("h100"), ranks_per_host=2, hides_gradients=0.0)
 OBJECTIVE = Seconds(HARDWARE)
 SEEDS = [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 30))]
 

@@ -1,5 +1,7 @@
 """Operators beside the rest: what every layer reads, such as a mask, widens no search and costs what is said."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -57,9 +59,8 @@ def test_layers_that_share_a_mask_are_planned_on_two_axes_and_alike():
         costs = []
         for layers in (2, 3, 4):
             captured = captured_step(Decoder(layers, 256, 8, 4, 512, 1024), loss_fn, batch_of(64, 128, 1024), {})
-            plan = make_plan(
-                captured, PlanRequest(Mesh.of(dp=8, tp=8), "auto", "exact", "split", read_hardware("h100"))
-            )
+            hardware = replace(read_hardware("h100"), hides_gradients=0.0)
+            plan = make_plan(captured, PlanRequest(Mesh.of(dp=8, tp=8), "auto", "exact", "split", hardware))
             assert plan.cost - plan.bound < 0.05 * plan.cost
             costs.append(plan.bound)
     assert costs[2] - costs[1] == pytest.approx(costs[1] - costs[0], rel=1e-6)

@@ -3,8 +3,8 @@
 Seconds: an operator takes the longest of its share of flops, its share of bytes and the launch, and of the others the
 part that the hardware does not overlap (`Hardware.at_once`); three times that with its backward. A collective takes
 what the hardware's curve says for its kind, its bytes, its number of ranks and its link (`Hardware.collective_s`).
-Nothing overlaps in such a sum: `plan.timing` subtracts the communication of gradients that is hidden, and
-`Seconds.hiding` gives bounds of it that are sums. A parameter takes the optimizer's update, which reads its shard, the
+Nothing overlaps in such a sum: `plan.timing` subtracts the communication that is hidden, and `Seconds.hiding` gives
+bounds of it that are sums. A parameter takes the optimizer's update, which reads its shard, the
 gradient and the states, and writes all of them but the gradient (`Hardware.updating`), and a little more where it is
 sharded. Other leaves cost nothing. What any step takes besides (`Hardware.around_s`) decides nothing, and is added by
 `plan.timing`.
@@ -198,8 +198,13 @@ class Objective(Protocol):
     def transfer(self, value: Value, steps: Sequence[Step], mesh: Mesh) -> float:
         """Return the cost of bringing a value to a target, forward and backward."""
 
-    def collective(self, collective: Collective, mesh: Mesh, *, shared: bool = False) -> float:
-        """Return the cost of one collective; with ``shared`` it is part of a larger one."""
+    def collective(self, collective: Collective, mesh: Mesh, *, shared: bool = False, overlaps: bool = False) -> float:
+        """Return the cost of one collective.
+
+        Args:
+            shared: whether it is part of a larger one.
+            overlaps: whether it is of a value that `overlaps`.
+        """
 
     def leaf(self, value: Value, layout: Layout, mesh: Mesh) -> float:
         """Return the cost of holding a leaf in a layout, and of updating it."""
@@ -226,6 +231,16 @@ def reduced_in_buckets(value: Value, steps: Sequence[Step]) -> bool:
     A search takes that of its casts and views for it, which plans sum where the parameter is read.
     """
     return value.of_parameter and enters(steps)
+
+
+def overlaps(value: Value) -> bool:
+    """Return whether the communication of a value, and of its gradient, may go on beside computing."""
+    return value.of_parameter and not value.read_first
+
+
+def once_more(value: Value) -> Value:
+    """Return what counts of a value that the backward brings to a target once more: it has computed before that."""
+    return replace(value, needs_gradient=False, read_first=False)
 
 
 def largest_buffer(value: Value, steps: Sequence[Step], collectives: Iterable[Collective]) -> int:
@@ -258,7 +273,7 @@ class Bytes:
     def leaf(self, value: Value, layout: Layout, mesh: Mesh) -> float:
         return 0.0
 
-    def collective(self, collective: Collective, mesh: Mesh, *, shared: bool = False) -> float:
+    def collective(self, collective: Collective, mesh: Mesh, *, shared: bool = False, overlaps: bool = False) -> float:
         return collective.sent_bytes(mesh) + self.per_collective
 
     def _sum(self, collectives: list[Collective], mesh: Mesh) -> float:
@@ -269,39 +284,69 @@ class Bytes:
 class Seconds:
     """Seconds per step on given hardware, with the step of an optimizer.
 
-    ``gradients_hidden`` and ``backward_hidden`` are the shares of reducing gradients in buckets, and of computing the
-    backward, that count nothing. What goes on at once of the two is never more than either, and so never more than any
-    mean of them: with shares that add up to `Hardware.hides_gradients`, a step takes no less than this.
+    Of a step, P seconds are communication that may go on beside computing: the reduction of gradients in buckets, and
+    where the hardware prefetches, all communication of parameters and their gradients. C seconds are the computing
+    beside which it may go on: the backward, and what is recomputed in it, and where the hardware prefetches, the
+    forward. Both go on at once for at most P and at most C seconds, and the hardware hides a share of that time
+    (`Hardware.hides_gradients`, here h). So whatever the order in which a program does what it does, a step takes
+
+        all that it computes and communicates - hidden  >=  all that - h * min(P, C)
+                                                        >=  all that - h * (w * P + (1 - w) * C)  for w from 0 to 1,
+
+    and the last of these is a sum over operators, transfers and leaves, which a search minimises:
+    ``overlapping_hidden`` is h * w and ``computing_hidden`` h * (1 - w), the shares of P and of C that count nothing.
+    The least of it over all plans is a bound of what the step of any plan takes. `plan.timing` says what it takes.
+
+    P is without what is `read_first`. That is gathered before the first operator that reads a parameter, and its
+    gradient is reduced after the backward of that one, so that it goes on beside nothing but what stands before that
+    operator, for at most the K seconds which that takes (`before_first`). All else goes on beside the rest of C, or
+    beside these K seconds too: a step takes no less than the sum above, less h * K.
     """
 
     hardware: Hardware
     optimizer: OptimizerStates = ADAMW
-    gradients_hidden: float = 0.0
-    backward_hidden: float = 0.0
+    overlapping_hidden: float = 0.0
+    computing_hidden: float = 0.0
 
-    def hiding(self, share: float) -> Seconds:
-        """Return the prices with all that the hardware hides: this share of the gradients, the rest of the backward."""
+    def hiding(self, weight: float) -> Seconds:
+        """Return the prices that are a bound: with this weight of what overlaps, and the rest of what it is beside."""
         hides = self.hardware.hides_gradients
-        return replace(self, gradients_hidden=share * hides, backward_hidden=(1 - share) * hides)
+        return replace(self, overlapping_hidden=weight * hides, computing_hidden=(1 - weight) * hides)
+
+    def before_first(self, graph: RuledGraph) -> float:
+        """Return the most seconds that is computed before what is read first, forward and backward; 0 of nothing."""
+        nodes, values = graph.capture.nodes, graph.capture.values
+        readers = [at for at, node in enumerate(nodes) if any(values[name].read_first for name in node.operands)]
+        before = nodes[: max(readers, default=0)]
+        return sum(self._once_s(graph, node, 1) * (1 + BACKWARD * graph.needs_gradient(node)) for node in before)
+
+    def beside(self, computing_s: float, forward_s: float) -> float:
+        """Return the seconds of computing beside which communication may go on, of all and those of the forward."""
+        return computing_s if self.hardware.prefetches else computing_s - forward_s
 
     def operator(self, graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> float:
-        computing_s = self._once_s(graph, node, _parts(strategy, mesh)) * self._times(graph, node)
+        computing_s = self.computing(graph, node, strategy, mesh) * self._times(graph, node)
         return computing_s + self._sum(operator_collectives(graph, node, strategy, mesh), mesh)
+
+    def computing(self, graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> float:
+        """Return the seconds that the forward of ``node`` computes, all of them."""
+        return self._once_s(graph, node, _parts(strategy, mesh))
 
     def floor(self, graph: RuledGraph, node: Node, devices: int) -> float:
         return self._once_s(graph, node, graph.rules[node.name].most_parts(devices)) * self._times(graph, node)
 
     def _times(self, graph: RuledGraph, node: Node) -> float:
         """Return how often the forward of ``node`` counts, its backward included."""
-        return 1 + BACKWARD * graph.needs_gradient(node) * (1 - self.backward_hidden)
+        forward = 1 - self.computing_hidden if self.hardware.prefetches else 1
+        return forward + BACKWARD * graph.needs_gradient(node) * (1 - self.computing_hidden)
 
     def backward(self, graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> float:
         """Return the seconds of the backward of ``node``, without its communication."""
-        return BACKWARD * graph.needs_gradient(node) * self._once_s(graph, node, _parts(strategy, mesh))
+        return BACKWARD * graph.needs_gradient(node) * self.computing(graph, node, strategy, mesh)
 
     def forward(self, graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> float:
         inside = list(graph.collectives_inside(node, strategy, mesh)[0])
-        return self._once_s(graph, node, _parts(strategy, mesh)) + self._sum(inside, mesh)
+        return self.computing(graph, node, strategy, mesh) * (1 - self.computing_hidden) + self._sum(inside, mesh)
 
     def _once_s(self, graph: RuledGraph, node: Node, parts: int) -> float:
         work = work_of(graph, node)
@@ -313,7 +358,8 @@ class Seconds:
 
     def transfer(self, value: Value, steps: Sequence[Step], mesh: Mesh) -> float:
         # The gradients of replicated parameters share a few collectives (lower.passes): each pays for its bytes alone.
-        return self._sum(transfer_collectives(value, steps, mesh), mesh, shared=reduced_in_buckets(value, steps))
+        shared, found = reduced_in_buckets(value, steps), transfer_collectives(value, steps, mesh)
+        return self._sum(found, mesh, shared=shared, overlaps=overlaps(value))
 
     def leaf(self, value: Value, layout: Layout, mesh: Mesh) -> float:
         if value.kind != "parameter" or not value.needs_gradient:
@@ -328,10 +374,10 @@ class Seconds:
         """Return whether a leaf is sharded."""
         return mesh.extent(layout.split_axes) > 1
 
-    def _sum(self, collectives: list[Collective], mesh: Mesh, *, shared: bool = False) -> float:
-        return sum(self.collective(c, mesh, shared=shared) for c in collectives)
+    def _sum(self, collectives: list[Collective], mesh: Mesh, *, shared: bool = False, overlaps: bool = False) -> float:
+        return sum(self.collective(c, mesh, shared=shared, overlaps=overlaps) for c in collectives)
 
-    def collective(self, collective: Collective, mesh: Mesh, *, shared: bool = False) -> float:
+    def collective(self, collective: Collective, mesh: Mesh, *, shared: bool = False, overlaps: bool = False) -> float:
         """Seconds of one collective; with ``shared`` it is part of a larger one and pays for its bytes alone."""
         ranks, where, per_host, given = _road(mesh, collective.axes, self.hardware.ranks_per_host)
         seconds = 0.0
@@ -341,10 +387,10 @@ class Seconds:
         for link in given:
             latency_s = 0.0 if shared else link.latency_s
             seconds = max(seconds, latency_s + collective.sent_bytes(mesh) / link.bandwidth)
-        if not shared:
-            return seconds
-        copied_s = 2 * collective.bytes / self.hardware.memory_bandwidth  # a gradient, into its bucket
-        return (seconds + copied_s) * (1 - self.gradients_hidden)
+        if shared:
+            seconds += 2 * collective.bytes / self.hardware.memory_bandwidth  # a gradient, copied into its bucket
+        hidden = overlaps and (shared or self.hardware.prefetches)
+        return seconds * (1 - self.overlapping_hidden) if hidden else seconds
 
 
 @lru_cache(maxsize=1 << 12)  # a search asks a million times

@@ -76,8 +76,8 @@ class Hardware:
         launch_s: seconds that any operator takes at least.
         at_once: how much of what an operator does goes on behind what takes longest of it, of starting, multiplying,
             and reading and writing: 1 where a kernel does all at once, 0 where it does one after the other.
-        hides_gradients: how much of the shorter of the two, reducing gradients in buckets and computing the backward,
-            goes on behind the longer.
+        hides_gradients: how much of the shorter of the two, communicating and computing, goes on behind the longer,
+            where a program does both at once: of gradients in buckets, and where it prefetches, of all parameters.
         links: what collectives take; for every kind of link all kinds of collectives.
         ranks_per_host: how many neighbouring ranks share a host; None puts all of them on one.
         backend: what moves the tensors, by its name in `backends.table`; "" where that is not known.
@@ -111,6 +111,11 @@ class Hardware:
         """Return what torch calls such devices: "cuda" for GPUs, as the name of the device or the backend tells."""
         gpu = self.device.startswith(("NVIDIA", "Tesla", "AMD Instinct")) or self.backend == NCCL.name
         return "cuda" if gpu else "cpu"
+
+    @property
+    def prefetches(self) -> bool:
+        """Return whether programs gather parameters, and scatter their gradients, beside what they compute."""
+        return self.device_type == "cuda" and self.backend in ("", NCCL.name)
 
     @cached_property
     def buckets(self) -> Buckets:

@@ -34,7 +34,7 @@ from shardwright.compiler.mesh.redistribute import (
     redistribute,
 )
 from shardwright.compiler.mesh.ways import Axes, Change, Part, Way, way_of
-from shardwright.compiler.plan.pricing.cost import Objective, largest_buffer, transfer_collectives
+from shardwright.compiler.plan.pricing.cost import Objective, largest_buffer, overlaps, transfer_collectives
 from shardwright.compiler.plan.pricing.graph import Target
 from shardwright.distributed.gradients import BUCKET_BYTES
 
@@ -226,14 +226,15 @@ class Pairs:
 
     def _priced(self, ways: Numbers, staying: Numbers, value: Value) -> Costs:
         """Return the cost of ways for a value, by the axes of the dims that each leaves as they are."""
-        costs = self._sums(self._forward[ways], staying, value.bytes)
+        of = overlaps(value)
+        costs = self._sums(self._forward[ways], staying, value.bytes, overlaps=of)
         if value.needs_gradient:
             size, summed = value.bytes, value.bytes // value.dtype.itemsize * value.reduced_itemsize
-            costs += self._sums(self._backward[ways], staying, size, summed)
+            costs += self._sums(self._backward[ways], staying, size, summed, overlaps=of)
             enters = self._flags[ways, 2] & value.of_parameter
             if enters.any():  # such gradients share a few collectives
                 backward = self._backward[ways[enters]]
-                costs[enters] = self._sums(backward, staying[enters], size, summed, shared=True)
+                costs[enters] = self._sums(backward, staying[enters], size, summed, shared=True, overlaps=of)
         return costs
 
     @property
@@ -249,6 +250,7 @@ class Pairs:
         summed: int | None = None,
         *,
         shared: bool = False,
+        overlaps: bool = False,
     ) -> Costs:
         """Return the cost of the parts of each way together, by the axes of the dims that stay as they are.
 
@@ -261,19 +263,21 @@ class Pairs:
         for at in _present(priced):
             mask, part = divmod(at, kinds)
             moved = summed if summed is not None and self._kinds[part][0] in SUMS else size
-            prices[at] = self._price(part, moved // self._extents[mask], shared) if part else 0.0
+            prices[at] = self._price(part, moved // self._extents[mask], shared, overlaps) if part else 0.0
         return np.asarray(prices[priced].sum(axis=1))
 
-    def _price(self, part: int, size: int, shared: bool) -> float:
+    def _price(self, part: int, size: int, shared: bool, overlaps: bool) -> float:
         kind, mask, divisor = self._kinds[part]
-        key = kind, mask, size // divisor, shared
+        key = kind, mask, size // divisor, shared, overlaps
         if key not in self._prices:
             collective = Collective(kind, self._named[mask], size // divisor)
-            self._prices[key] = self._objective.collective(collective, self._mesh, shared=shared)
+            found = self._objective.collective(collective, self._mesh, shared=shared, overlaps=overlaps)
+            self._prices[key] = found
         return self._prices[key]
 
     def _alone(self, value: Value, layout: Layout, target: Target) -> float:
-        key = value.shape, value.dtype, value.needs_gradient, value.of_parameter, value.reduced_in, layout, target
+        alike = value.needs_gradient, value.of_parameter, value.reduced_in, value.read_first
+        key = value.shape, value.dtype, *alike, layout, target
         if key not in self._singly:
             steps = self._steps(value.shape, layout, target)
             self._singly[key] = self._objective.transfer(value, steps, self._mesh)

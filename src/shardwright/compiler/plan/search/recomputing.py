@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from shardwright.compiler.capture.ir import Node, Value
 from shardwright.compiler.mesh.layout import Layout
+from shardwright.compiler.plan.pricing.cost import once_more
 from shardwright.compiler.plan.pricing.graph import Target
 from shardwright.compiler.plan.pricing.memory import Block, SavedTensors, local_bytes, moved_inside
 from shardwright.compiler.plan.search.exact import Costs, Table
@@ -104,7 +104,7 @@ class Recomputing:
         """Yield the cost of bringing a value to the operators of the block once more."""
         problem, variable = self._problem, self._problem.block_variables[block.name]
         producer, layouts = problem.produced(value)
-        facts = replace(problem.space.graph.capture.values[value], needs_gradient=False)
+        facts = once_more(problem.space.graph.capture.values[value])
         maker = problem.space.graph.producers.get(value)
         given = maker is None or maker[0].name not in block.names
         if value in problem.hubs:
@@ -119,7 +119,7 @@ class Recomputing:
     ) -> Costs:
         """The cost by layout and target; with ``free`` there is another target that costs nothing."""
         leaf = value.kind != "result"
-        key = value.shape, value.dtype, leaf, given, free, id(layouts), id(targets)
+        key = value.shape, value.dtype, value.of_parameter, leaf, given, free, id(layouts), id(targets)
         if key not in self._ways:
             self._held += layouts, targets
             pairs = self._problem.known.pairs

@@ -17,13 +17,14 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from shardwright.compiler.capture.ir import Node, Value
 from shardwright.compiler.mesh.layout import Layout
+from shardwright.compiler.plan.pricing.cost import once_more
 from shardwright.compiler.plan.pricing.graph import Target, Use
 from shardwright.compiler.plan.pricing.memory import Block, OptimizerStates, SavedTensors, local_bytes
 from shardwright.compiler.plan.pricing.pairs import MoveFlags
@@ -302,6 +303,7 @@ class Weights:
             value.shape,
             value.dtype,
             value.kind == "parameter",
+            value.of_parameter,
             value.needs_gradient,
             in_place,
             moved,
@@ -317,7 +319,7 @@ class Weights:
     def _again(self, value: Value, layouts: Sequence[Layout], targets: Sequence[Target]) -> Costs:
         """Return the cost of moving a value again, without its gradient; infinite where that would sum again."""
         pairs = self._problem.known.pairs
-        costs = pairs.costs(replace(value, needs_gradient=False), layouts, targets)
+        costs = pairs.costs(once_more(value), layouts, targets)
         moves = pairs.moves(value.shape, layouts, targets)
         again = moves.alone & (value.kind == "parameter" or value.needs_gradient)
         costs[moves.possible & moves.copies & ~again] = math.inf

@@ -18,7 +18,7 @@ def expected(plan: Plan, hardware: Hardware) -> dict[str, Any]:
         "hardware": hardware.name,
         "seconds": prices.step_s,
         "computing_s": prices.computing_s + prices.updating_s + hardware.around_s,
-        "communicating_s": prices.communicating_s - prices.hidden_s,
+        "communicating_s": prices.exposed_s,
         "sent_bytes": plan.moved_bytes(),
         "held_bytes": plan.held.total,
     }

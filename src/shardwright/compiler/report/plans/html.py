@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from shardwright.compiler.capture.ir import Node
-from shardwright.compiler.plan.decisions import Transfer
 from shardwright.compiler.plan.explain import Explainer
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.hardware import Hardware
@@ -23,60 +20,28 @@ Lane = Literal["computes", "communicates"]
 
 
 class StepEvent(NamedTuple):
-    """Computing or communicating for one operator, in one direction."""
+    """Computing or communicating for one operator, in one direction, at a time of the step."""
 
     backward: bool
     lane: Lane
     operator: str  # its name, "" where none is concerned
+    start_s: float
     seconds: float
 
 
-def events_of(plan: Plan, prices: Prices) -> list[StepEvent]:
-    """All that computes or communicates, in order, as if nothing were hidden; what the optimizer does follows it."""
-    both = list(_both_ways(plan, prices))
-    forward = [StepEvent(False, lane, name, seconds) for lane, name, seconds, _ in both if seconds > 0]
-    backward = [StepEvent(True, lane, name, seconds) for lane, name, _, seconds in reversed(both) if seconds > 0]
-    return [*forward, *backward]
-
-
-def _both_ways(plan: Plan, prices: Prices) -> Iterator[tuple[Lane, str, float, float]]:
-    """Yield what is done in the order of the forward, with its seconds there and in the backward."""
-    coming = _coming(plan)
-    for node in plan.capture.nodes:
-        for transfer in coming[node.name]:
-            yield "communicates", node.name, *_transferred(plan, prices, transfer)
-        computing_s, inside_s = _forward_s(plan, prices, node)
-        moved = prices.inside.get(node.name)
-        yield "computes", node.name, computing_s, prices.computes_s[node.name] - computing_s
-        yield "communicates", node.name, inside_s, (moved.seconds if moved else 0.0) - inside_s
-    for transfer in coming[""]:
-        yield "communicates", "", *_transferred(plan, prices, transfer)
-
-
-def _coming(plan: Plan) -> dict[str, list[Transfer]]:
-    """Return the transfers before each operator, the first that needs them; "" stands for the outputs."""
-    found: dict[str, list[Transfer]] = defaultdict(list)
-    for transfer in plan.transfers:
-        if transfer.steps:
-            found[transfer.consumers[0][0]].append(transfer)
-    return found
-
-
-def _forward_s(plan: Plan, prices: Prices, node: Node) -> tuple[float, float]:
-    """Return the seconds that a node computes in the forward, and those that it communicates inside."""
-    strategy = plan.strategies[node.name]
-    found = plan.graph.collectives_inside(node, strategy, plan.mesh)[0]
-    inside_s = sum(prices.objective.collective(collective, plan.mesh) for collective in found)
-    return prices.objective.forward(plan.graph, node, strategy, plan.mesh) - inside_s, inside_s
-
-
-def _transferred(plan: Plan, prices: Prices, transfer: Transfer) -> tuple[float, float]:
-    moved = prices.transferred(transfer)
-    if moved is None:
-        return 0.0, 0.0
-    found = [each.collective for each in plan.transfer_collectives(transfer) if each.direction == "forward"]
-    forward_s = sum(prices.objective.collective(collective, plan.mesh) for collective in found)
-    return forward_s, moved.seconds - forward_s
+def events_of(prices: Prices) -> list[StepEvent]:
+    """All that computes or communicates, in the order in which it begins; what the optimizer does follows it."""
+    found = [
+        StepEvent(
+            event.work.backward,
+            "computes" if event.work.stream == "computing" else "communicates",
+            event.work.operator,
+            event.start_s,
+            event.end_s - event.start_s,
+        )
+        for event in prices.time_line.events
+    ]
+    return sorted(found, key=lambda event: event.start_s)
 
 
 MOST_ASKED = 150  # operators that are asked why: to find the next best way of one takes 20 to 200 ms
@@ -111,7 +76,7 @@ class PlanDocument:
 
     def _event(self, event: StepEvent) -> list[Any]:
         lane = 2 * event.backward + (event.lane == "communicates")
-        return [lane, self.places.get(event.operator, -1), round(event.seconds * 1e9)]
+        return [lane, self.places.get(event.operator, -1), round(event.start_s * 1e9), round(event.seconds * 1e9)]
 
 
 def document_of(title: str, plans: Mapping[str, Plan], hardware: Hardware) -> PlanDocument:
@@ -125,7 +90,7 @@ def document_of(title: str, plans: Mapping[str, Plan], hardware: Hardware) -> Pl
         tree.root,
         tree.operators,
         _whys(next(iter(plans.values())), hardware, tree.operators),
-        [events_of(plan, price) for plan, price in zip(plans.values(), prices, strict=True)],
+        [events_of(price) for price in prices],
         tree.places,
     )
 

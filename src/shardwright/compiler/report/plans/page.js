@@ -21,7 +21,8 @@ const sentence = (head) =>
   `On ${head.hardware} a step takes ${inTime(head.step_s)}: ${inTime(head.computing_s)} computing, ` +
   `${inTime(head.communicating_s)} communicating, ${inTime(head.updating_s)} updating parameters` +
   `${head.around_s ? `, ${inTime(head.around_s)} around these` : ""}` +
-  `${head.hidden_s ? `; ${inTime(head.hidden_s)} of that at once` : ""}. Each device sends ${inBytes(head.sent_bytes)} in a step.`;
+  `${head.hidden_s ? `; ${inTime(head.hidden_s)} of the communication is hidden, ${inTime(head.exposed_s)} exposed ` +
+    `(${((100 * head.exposed_s) / head.step_s).toFixed(1)} % of the step)` : ""}. Each device sends ${inBytes(head.sent_bytes)} in a step.`;
 function showHead() {
   const head = heads[0];
   $("title").textContent = told.title;
@@ -339,12 +340,24 @@ function devices(plan, tensor) {
 // ---- the time line
 
 const canvas = $("line");
-const lines = told.events.map((events) => {
+const lines = told.events.map((events) =>
+  events.map(([lane, place, start, ns]) => ({ lane, place, start: start * 1e-9, end: (start + ns) * 1e-9 })));
+// The times at which nothing is computed: what is communicated then is waited for.
+const waits = lines.map((events) => {
   let at = 0;
-  return events.map(([lane, place, ns]) => { const start = at; at += ns * 1e-9; return { lane, place, start, end: at }; });
+  const end = endOf(events);
+  const found = [];
+  for (const event of [...events.filter((each) => each.lane % 2 === 0), { start: end, end }]) {
+    if (event.start > at + 1e-9) found.push({ start: at, end: event.start });
+    at = Math.max(at, event.end);
+  }
+  return found;
 });
+function endOf(events) {
+  return events.reduce((last, event) => Math.max(last, event.end), 0);
+}
 let shown = 0, from = 0, to = 1, over = null;
-const lengthOf = () => lines[shown].at(-1)?.end || 1;
+const lengthOf = () => endOf(lines[shown]) || 1;
 function drawLine() {
   const scale = window.devicePixelRatio || 1, width = canvas.clientWidth, height = canvas.clientHeight;
   canvas.width = width * scale;
@@ -364,7 +377,14 @@ function drawLine() {
     if (right < 0 || left > width || Math.floor(right) <= last[lane]) continue;
     last[lane] = Math.floor(right) - (right - left > 1 ? 0 : 1) ;
     pen.fillStyle = event === over ? of("--ink") : of(lane ? "--communicates" : "--computes");
+    pen.globalAlpha = lane && event !== over ? 0.4 : 1;
     pen.fillRect(left, lane ? 66 : 24, Math.max(right - left - (right - left > 3 ? 0.5 : 0), 0.6), 32);
+  }
+  pen.globalAlpha = 1;
+  pen.fillStyle = of("--communicates");
+  for (const wait of waits[shown]) {
+    const left = x(wait.start), right = x(wait.end);
+    if (right >= 0 && left <= width) pen.fillRect(left, 66, Math.max(right - left, 0.6), 32);
   }
   pen.fillStyle = of("--faint");
   pen.font = "11px system-ui";

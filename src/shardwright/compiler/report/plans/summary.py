@@ -20,7 +20,8 @@ from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.cost import BACKWARD, work_of
 from shardwright.compiler.plan.pricing.hardware import Hardware
 from shardwright.compiler.plan.text import joined, search_of, template
-from shardwright.compiler.plan.timing.prices import Communication, Prices
+from shardwright.compiler.plan.timing.costs import Communication
+from shardwright.compiler.plan.timing.prices import Prices
 
 Slices = tuple[tuple[int, ...], ...]
 
@@ -92,6 +93,7 @@ class PlanSummary:
     communicating_s: float
     updating_s: float
     hidden_s: float  # of communicating, behind computing
+    exposed_s: float  # the rest of it
     around_s: float  # beside all these
     sent_bytes: float
     held_bytes: dict[str, int]
@@ -126,6 +128,7 @@ def plan_summary(plan: Plan, hardware: Hardware) -> PlanSummary:
         prices.communicating_s,
         prices.updating_s,
         prices.hidden_s,
+        prices.exposed_s,
         hardware.around_s,
         plan.moved_bytes(),
         {**dict(plan.held.kinds()), "total": plan.held.total},

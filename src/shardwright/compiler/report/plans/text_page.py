@@ -34,7 +34,8 @@ def plan_page(plan: Plan, hardware: Hardware) -> str:
 
 
 def _head(summary: PlanSummary) -> Iterator[str]:
-    hidden = f"; {in_time(summary.hidden_s)} of that at once" if summary.hidden_s else ""
+    exposed = f"{in_time(summary.exposed_s)} exposed ({summary.exposed_s / summary.step_s:.1%} of the step)"
+    hidden = f"; {in_time(summary.hidden_s)} of the communication is hidden, {exposed}" if summary.hidden_s else ""
     around = f", {in_time(summary.around_s)} around these" if summary.around_s else ""
     mesh = " ".join(f"{name}={size}" for name, size in summary.mesh.items())
     yield f"plan: mode {summary.mode}, search {summary.search}, mesh {mesh}, {summary.devices} devices"

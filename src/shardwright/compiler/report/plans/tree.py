@@ -10,7 +10,8 @@ from shardwright.compiler.capture.ir import Node
 from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.text import joined, template
-from shardwright.compiler.plan.timing.prices import Communication, Prices
+from shardwright.compiler.plan.timing.costs import Communication
+from shardwright.compiler.plan.timing.prices import Prices
 
 
 @dataclass(frozen=True)
