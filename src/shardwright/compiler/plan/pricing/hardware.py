@@ -25,7 +25,7 @@ from shardwright.common.system_errors import in_words
 from shardwright.common.whole_file import write_whole
 from shardwright.compiler.mesh.redistribute import CollectiveKind
 from shardwright.compiler.plan.pricing.links import Curve, LinkCost, LinkKind, LinkTime, Segment, link_time
-from shardwright.distributed.backends.table import BACKENDS, NCCL, Buckets, backend_called, usual_backend
+from shardwright.distributed.backends.table import BACKENDS, NCCL, Buckets, DeviceType, backend_called, usual_backend
 from shardwright.errors import UsageError
 
 _NAMES = {
@@ -107,7 +107,7 @@ class Hardware:
     outside_bytes: int = 0
 
     @property
-    def device_type(self) -> str:
+    def device_type(self) -> DeviceType:
         """Return what torch calls such devices: "cuda" for GPUs, as the name of the device or the backend tells."""
         gpu = self.device.startswith(("NVIDIA", "Tesla", "AMD Instinct")) or self.backend == NCCL.name
         return "cuda" if gpu else "cpu"
@@ -115,7 +115,8 @@ class Hardware:
     @property
     def prefetches(self) -> bool:
         """Return whether programs gather parameters, and scatter their gradients, beside what they compute."""
-        return self.device_type == "cuda" and self.backend in ("", NCCL.name)
+        backend = backend_called(self.backend) if self.backend else usual_backend(self.device_type)
+        return backend.overlaps
 
     @cached_property
     def buckets(self) -> Buckets:

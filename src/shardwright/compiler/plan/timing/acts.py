@@ -1,11 +1,13 @@
 """The acts of a step under a plan: in which order a device computes and communicates, and what goes on meanwhile.
 
 Programs join the gradients of replicated parameters into buckets, begin to reduce each when its gradients are there,
-and wait for them at the end of the backward. Where the hardware prefetches (`Hardware.prefetches`), they also begin to
-gather sharded parameters before they are needed: in the forward, as long before as it takes; in the backward, when it
-comes to what needs the parameter before; in what is recomputed, not before that begins. Their gradients begin to be
-reduced and scattered when they are there; each of these is waited for once the next one has begun.
-Whatever else is communicated, of activations and inside operators, is waited for at once.
+and wait for them at the end of the backward. Where the hardware prefetches (`Hardware.prefetches`), they also begin the
+all-gathers of sharded parameters, and of casts of them, before they are needed: in the forward, as long before as it
+takes; in the backward, when it comes to what needs the one before; in a block that is recomputed, not before the block.
+Their gradients begin to be reduced and scattered when they are there; each of these is waited for once the next one has
+begun. Whatever else is communicated, of activations and inside operators, is waited for at once.
+
+This is what `shardwright.compiler.lower.early` makes of programs where memory allows.
 """
 
 from __future__ import annotations
@@ -14,14 +16,16 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
-from shardwright.compiler.capture.ir import Node
+from shardwright.compiler.capture.ir import Node, Value
 from shardwright.compiler.plan.decisions import Transfer
-from shardwright.compiler.plan.pricing.cost import EnteringParameter, entering_alike, in_buckets
+from shardwright.compiler.plan.pricing.cost import EnteringParameter, entering_alike, in_buckets, once_more
 from shardwright.compiler.plan.pricing.memory import Block, Blocks, local_bytes
 from shardwright.compiler.plan.timing.costs import Communication, Costs
 from shardwright.compiler.plan.timing.time_line import Act, Begun, Stream, Work, awaits, begins, does, with_prefetch
+from shardwright.compiler.rules.table import row_of
 
 ON_THE_WAY = 2  # gradients that are scattered at once: each is as large as its whole parameter
+NOTHING_S = 1e-12  # what is left of a difference of equal seconds
 Moving = tuple[Transfer, Communication]
 
 
@@ -35,15 +39,30 @@ class StepActs:
 
     def all(self) -> list[Act]:
         """Return the acts of a step."""
-        return [*with_prefetch(list(self._forward()), self._most_bytes), *self._backward()]
+        return [*self._forward(), *self._backward()]
 
     # Forward
 
-    def _forward(self) -> Iterator[Act]:
+    def _forward(self) -> list[Act]:
+        acts: list[Act] = []
+        inside: list[Act] = []  # of the block so far
+        before = ""
         for node in self._plan.capture.nodes:
-            yield from self._once(node, self._coming[node.name], backward=False)
+            block = self._plan.block_of.get(node.name, "")
+            if block != before:
+                acts, inside = [*acts, *with_prefetch(inside, self._most_bytes)], []
+            before, coming = block, self._coming[node.name]
+            acts += self._all_brought([of for of in coming if self._plan.block_of_transfer(of[0]) != block], node)
+            coming = [of for of in coming if self._plan.block_of_transfer(of[0]) == block]
+            (inside if block else acts).extend(self._once(node, coming, backward=False))
+        acts += with_prefetch(inside, self._most_bytes)
         for moving in self._coming[""]:
-            yield from self._brought(moving, "", backward=False)
+            acts += self._brought(moving, "", backward=False)
+        return with_prefetch(acts, self._most_bytes)
+
+    def _all_brought(self, coming: Sequence[Moving], node: Node) -> Iterator[Act]:
+        for moving in coming:
+            yield from self._brought(moving, node.name, backward=False)
 
     def _once(self, node: Node, coming: Sequence[Moving], *, backward: bool) -> Iterator[Act]:
         """Yield what the forward of an operator takes, and what is brought to it."""
@@ -56,16 +75,31 @@ class StepActs:
     def _brought(self, moving: Moving, operator: str, *, backward: bool) -> Iterator[Act]:
         """Yield how a value is brought to its target, once."""
         transfer, moved = moving
-        if not moved.forward_s:
-            return
-        work = Work("communicating", backward, operator, moved.forward_s)
-        yield awaits(Begun(work, self._made_bytes(transfer))) if self._prefetched(moved) else does(work)
+        early_s = self._early_s(transfer)[0]
+        if early_s:
+            yield awaits(Begun(Work("communicating", backward, operator, early_s), self._made_bytes(transfer)))
+        yield from _some("communicating", backward, operator, moved.forward_s - early_s)
 
-    def _prefetched(self, moved: Communication) -> bool:
-        return moved.of_parameter and self._costs.hardware.prefetches
+    def _early_s(self, transfer: Transfer) -> tuple[float, float]:
+        """Return the seconds of what begins early of a transfer, and of its gradient: of its first step, or nothing."""
+        costs, value = self._costs, self._plan.capture.values[transfer.value]
+        first = transfer.steps[:1]
+        if not (first and first[0].kind == "all_gather" and costs.hardware.prefetches and self._is_stored(value)):
+            return 0.0, 0.0
+        forward_s = costs.objective.transfer(once_more(value), first, self._plan.mesh)
+        if not transfer.gradient or first[0].adjoint != "reduce_scatter":
+            return forward_s, 0.0
+        return forward_s, costs.objective.transfer(value, first, self._plan.mesh) - forward_s
+
+    def _is_stored(self, value: Value) -> bool:
+        """Return whether a value is a parameter, or made of one by casts alone."""
+        if value.kind == "parameter" or not value.of_parameter:
+            return value.kind == "parameter"
+        node = self._plan.graph.producers[value.name][0]
+        return bool(row_of(node.op).casts) and self._is_stored(self._plan.capture.values[node.operands[0]])
 
     def _made_bytes(self, transfer: Transfer) -> int:
-        return local_bytes(self._plan.capture.values[transfer.value], transfer.target.layout, self._plan.mesh)
+        return local_bytes(self._plan.capture.values[transfer.value], transfer.steps[0].after, self._plan.mesh)
 
     @cached_property
     def _coming(self) -> Mapping[str, Sequence[Moving]]:
@@ -82,9 +116,7 @@ class StepActs:
     def _most_bytes(self) -> int:
         """The most that parameters take which were gathered before their turn: those of a layer, or the largest."""
         sizes = {
-            name: [
-                self._made_bytes(transfer) for transfer, moved in coming if self._prefetched(moved) and moved.forward_s
-            ]
+            name: [self._made_bytes(transfer) for transfer, _ in coming if self._early_s(transfer)[0]]
             for name, coming in self._coming.items()
         }
         layers = self._plan.graph.once(Blocks).repeated() if any(sizes.values()) else ()
@@ -144,10 +176,11 @@ class StepActs:
         if moved.in_buckets:
             if bucket := self._buckets.get(id(transfer)):
                 yield begins(Begun(Work("communicating", True, operator, bucket)))
-        elif not self._prefetched(moved):
-            yield from _some("communicating", True, operator, moved.gradient_s)
-        elif moved.gradient_s:
-            self._on_the_way.append(Begun(Work("communicating", True, operator, moved.gradient_s)))
+            return
+        late_s = self._early_s(transfer)[1]
+        yield from _some("communicating", True, operator, moved.gradient_s - late_s)
+        if late_s:
+            self._on_the_way.append(Begun(Work("communicating", True, operator, late_s)))
             yield begins(self._on_the_way[-1])
             if len(self._on_the_way) == ON_THE_WAY:
                 yield awaits(self._on_the_way.popleft())
@@ -167,5 +200,5 @@ class StepActs:
 
 
 def _some(stream: Stream, backward: bool, operator: str, seconds: float) -> Iterator[Act]:
-    if seconds > 0:
+    if seconds > NOTHING_S:
         yield does(Work(stream, backward, operator, seconds))

@@ -114,7 +114,7 @@ def plan_summary(plan: Plan, hardware: Hardware) -> PlanSummary:
     """The numbers of a plan on ``hardware``."""
     prices = Prices(plan, hardware)
     operators = _operators(plan, prices)
-    peak, dtype = peak_of(plan, lower(plan, 0)), _dtype(plan)
+    peak, dtype = peak_of(plan, lower(plan, 0, overlap=hardware.prefetches)), _dtype(plan)
     return PlanSummary(
         plan.mode,
         plan.search,
