@@ -259,6 +259,59 @@ def attention(device: torch.device, quick: bool) -> dict[str, Any]:
     return found
 
 
+@step("optimizer")
+def optimizer_steps(device: torch.device, quick: bool) -> dict[str, Any]:
+    """AdamW of a parallel model, which takes fused kernels, beside torch's loops over the same numbers."""
+    width = 64 if quick else 1024
+    network = Network(lambda: GPT(64, width=width, heads=4, layers=4, sequence_length=32), lambda: words(64, 4, 32))
+    found, after = {}, []
+    for way in ("ours", "foreach"):
+        model, batch = network.made(device)
+        made: Any = model if way == "foreach" else sw.parallelize(model, loss_fn, batch, batch="global")
+        optimizer = torch.optim.AdamW(made.parameters(), foreach=True if way == "foreach" else None)
+        generator = torch.Generator(device).manual_seed(1)
+        for parameter in made.parameters():
+            parameter.grad = torch.randn(parameter.shape, device=device, generator=generator)
+        for _ in range(3):
+            optimizer.step()
+        after.append([parameter.detach().clone() for parameter in made.parameters()])
+        counts = {str(state["step"].device) for state in optimizer.state.values()}
+        assert way == "foreach" or counts == {str(after[0][0].device)}, (
+            f"steps are counted on {counts}: no fused kernels"
+        )
+        found[f"ms, {way}"] = round(timed(optimizer.step, device, 10) * 1e3, 2)
+    worst = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(*after, strict=True))
+    assert worst <= 1e-5, f"fused steps differ from the loops by {worst:.2g}"
+    return found | {"beside the loops": f"{worst:.2g}"}
+
+
+@step("vocabulary")
+def vocabulary(device: torch.device, quick: bool) -> dict[str, Any]:
+    """The cross entropy of a large vocabulary, cast some rows at a time, beside one that casts all logits."""
+    from shardwright.compiler.capture.operators import cross_entropy_sum
+
+    rows, classes = (64, 32768) if quick else (8192, 128256)
+    generator = torch.Generator(device).manual_seed(0)
+    logits = torch.randn(rows, classes, device=device, dtype=torch.bfloat16, generator=generator).requires_grad_()
+    target = torch.randint(classes, (rows,), device=device, generator=generator)
+
+    def whole(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits.float(), target, reduction="sum")
+
+    def run(loss: Callable[..., torch.Tensor]) -> torch.Tensor:
+        return torch.autograd.grad(loss(logits, target) / rows, logits)[0]
+
+    assert torch.equal(run(cross_entropy_sum), run(whole)), "gradients by rows are others than those of all at once"
+    found: dict[str, Any] = {}
+    for name, loss in (("rows", cross_entropy_sum), ("whole", whole)):
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        found[f"ms, {name}"] = round(timed(lambda loss=loss: run(loss), device, 5) * 1e3, 1)
+        if device.type == "cuda":
+            found[f"GiB, {name}"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+    return found
+
+
 @step("steady")
 def steady(device: torch.device, quick: bool) -> dict[str, Any]:
     networks = SMALL | {

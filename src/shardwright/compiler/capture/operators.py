@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardwright.common import signatures
@@ -16,6 +18,51 @@ from shardwright.compiler.capture.tracing.written import ctc_losses, grouped_mm
 from shardwright.compiler.rules.register import function_of, is_function
 from shardwright.compiler.rules.table import Column, column
 from shardwright.errors import CaptureError
+
+HALF = (torch.float16, torch.bfloat16)
+# Numbers in float32 that are held at a time: what stays in the caches of a CPU, and on a GPU so many that its kernels
+# take longer than starting them.
+_MOST_CPU, _MOST_GPU = 1 << 18, 1 << 24
+
+
+class _CrossEntropyOfHalf(torch.autograd.Function):
+    """The summed cross entropy of logits in half precision, computed in float32 and again in the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        target: torch.Tensor,
+        weight: torch.Tensor | None,
+        ignore_index: int,
+        label_smoothing: float,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(logits, target, weight)
+        ctx.settings = ignore_index, label_smoothing
+        total = torch.zeros((), device=logits.device)
+        for rows in _rows_at_a_time(logits):
+            total += cross_entropy_sum(logits[rows].float(), target[rows], weight, ignore_index, label_smoothing)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        logits, target, weight = ctx.saved_tensors
+        found = torch.empty_like(logits)
+        for rows in _rows_at_a_time(logits):
+            part = logits[rows].detach().float().requires_grad_()
+            # The casts of autocast are operators of the graph, also where a backward is called within one.
+            with torch.enable_grad(), torch.autocast(gradient.device.type, enabled=False):
+                loss = cross_entropy_sum(part, target[rows], weight, *ctx.settings)
+            (found[rows],) = torch.autograd.grad(loss, part, gradient)
+        return found, None, None, None, None
+
+
+def _rows_at_a_time(logits: torch.Tensor) -> Iterator[slice]:
+    """Return slices of the first dim with as many rows as are to be held in float32."""
+    most = _MOST_CPU if logits.device.type == "cpu" else _MOST_GPU
+    step = max(most // max(math.prod(logits.shape[1:]), 1), 1)
+    return (slice(start, start + step) for start in range(0, logits.shape[0], step))
 
 
 def cross_entropy_sum(
@@ -28,8 +75,15 @@ def cross_entropy_sum(
     """The cross entropy of every element, weighted and summed.
 
     ``logits`` ``[n, classes, ...]``, ``weight`` ``[classes]``; ``target`` ``[n, ...]`` of class indices, or of
-    probabilities like the logits.
+    probabilities like the logits. Logits of half precision are cast to float32, some rows at a time.
     """
+    if logits.dtype in HALF:
+        if torch.compiler.is_compiling():  # which makes one kernel of the cast and what reads it
+            logits = logits.float()
+        else:
+            given = (logits, target, weight, ignore_index, label_smoothing)
+            found: torch.Tensor = _CrossEntropyOfHalf.apply(*given)  # type: ignore[no-untyped-call]
+            return found
     return F.cross_entropy(
         logits, target, weight, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="sum"
     )

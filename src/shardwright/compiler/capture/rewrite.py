@@ -17,13 +17,14 @@ import torch
 
 from shardwright.compiler.capture.check import check
 from shardwright.compiler.capture.ir import Capture, Filled, Node, Value
+from shardwright.compiler.capture.operators import HALF
+from shardwright.compiler.capture.rewriting.logits import without_wide_logits
 from shardwright.compiler.capture.rewriting.masks import lookups_as_views, without_known_masks
 from shardwright.compiler.capture.rewriting.writer import Writer
 from shardwright.compiler.rules.row import chosen_dims
 from shardwright.compiler.rules.table import Column, column
 
 _NONE, _MEAN, _SUM = 0, 1, 2  # torch's numbers for reduction=
-_HALF = (torch.float16, torch.bfloat16)
 
 
 def rewrite(
@@ -32,12 +33,14 @@ def rewrite(
     batch_norm: Literal["global", "per-replica"] = "global",
     filled: Collection[Filled] = (),
 ) -> Capture:
-    """The capture with every mean taken apart, without masks that are known, and batch normalisation as asked for.
+    """Return the capture with every mean taken apart, and batch normalisation as asked for.
+
+    It has no masks that are known, and no logits of a large vocabulary that are cast as a whole.
 
     Args:
         filled: inputs of which each entry is known.
     """
-    rewritten = without_known_masks(lookups_as_views(means_to_sums(capture)), filled)
+    rewritten = without_known_masks(lookups_as_views(without_wide_logits(means_to_sums(capture))), filled)
     return rewritten if batch_norm == "global" else statistics_per_replica(rewritten)
 
 
@@ -88,7 +91,7 @@ def _mean(writer: Writer, node: Node) -> bool:
     arguments = writer.arguments(node)
     x: Value = arguments["self"]
     wanted = writer.replaced(node)
-    dtype = torch.float32 if wanted.dtype in _HALF else wanted.dtype
+    dtype = torch.float32 if wanted.dtype in HALF else wanted.dtype
     named = {} if dtype == x.dtype else {"dtype": dtype}
     count = math.prod(x.shape)
     if "dim" not in arguments:
@@ -108,7 +111,7 @@ def _pointwise_loss(writer: Writer, node: Node) -> bool:
         return False
     shape = _broadcast([writer.value(name).shape for name in node.operands])
     dtype = writer.replaced(node).dtype
-    if dtype in _HALF:
+    if dtype in HALF:
         each = writer.emit_again(node, {"reduction": _NONE}, shape, dtype)
         total = writer.emit(node, "aten.sum.default", (each,), (), torch.float32, {"dtype": torch.float32})
     else:
@@ -145,7 +148,7 @@ def _class_loss(
     if arguments["reduction"] != _MEAN or len(logits.shape) < 2:
         return False
     logits, target, weight = (
-        _cast(writer, node, value, torch.float32) if value is not None and value.dtype in _HALF else value
+        _cast(writer, node, value, torch.float32) if value is not None and value.dtype in HALF else value
         for value in (logits, arguments["target"], arguments["weight"])
     )
     total = summed(writer, node, (logits, target, weight), arguments)

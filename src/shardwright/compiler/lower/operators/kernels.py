@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from shardwright.compiler.capture import operators
 from shardwright.compiler.capture.tracing import written
 from shardwright.compiler.lower.operators.attention import attention_by as attention_by
 from shardwright.compiler.lower.operators.attention import attention_with_dropout as attention_with_dropout
@@ -185,6 +186,11 @@ def embedding(
     return found
 
 
+def widened(logits: Tensor) -> Tensor:
+    """Return logits of half precision in float32, and others as they are."""
+    return logits.float() if logits.dtype in operators.HALF else logits
+
+
 class _CrossEntropy(torch.autograd.Function):
     """The summed cross entropy of samples of whose logits each rank along ``axes`` has those of some classes.
 
@@ -200,6 +206,7 @@ class _CrossEntropy(torch.autograd.Function):
         counted = target != ignored
         local = target - first
         here = counted & (local >= 0) & (local < logits.shape[1])
+        given, logits = logits, widened(logits)
         at = torch.where(here, local, 0).unsqueeze(1)
         chosen = torch.where(here, logits.gather(1, at).squeeze(1), 0) if logits.shape[1] else logits.sum(1)
         ranks = comm.mesh.group(comm.rank, axes)
@@ -211,17 +218,17 @@ class _CrossEntropy(torch.autograd.Function):
         loss = torch.where(counts > 0, total - found[:, 1].sum(0), 0).sum(0, keepdim=True)
         everyone = comm.all_gather(torch.cat([total, loss]), axes)
         totals = everyone[:, :-1].flatten()[: counted.numel()].view_as(counted)
-        ctx.save_for_backward(logits, totals, counted, here, at)
+        ctx.save_for_backward(given, totals, counted, here, at)
         return everyone[:, -1].sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         logits, total, counted, here, at = ctx.saved_tensors
-        found = (logits - total.unsqueeze(1)).exp_()
+        found = (widened(logits) - total.unsqueeze(1)).exp_()
         if logits.shape[1]:
             found.scatter_add_(1, at, -here.unsqueeze(1).to(found.dtype))
-        return found.mul_(counted.unsqueeze(1) * gradient), None, None, None, None, None
+        return found.mul_(counted.unsqueeze(1) * gradient).to(logits.dtype), None, None, None, None, None
 
 
 def cross_entropy(
