@@ -418,12 +418,16 @@ def test_the_rate_of_the_network(tmp_path):
     for name, speed, state in (("eth0", "25000", "up"), ("eth1", "100000", "down"), ("eth2", "-1", "up")):
         write(net / name / "speed", speed)
         write(net / name / "operstate", state)
+        for counter in ("rx_bytes", "tx_bytes"):
+            write(net / name / "statistics" / counter, "0")
     (net / "lo").mkdir()
     assert fastest_link("gloo", tmp_path) == ("eth0", 25e9 / 8)
     for port, rate, state in (("1", "400 Gb/sec (4X NDR)", "4: ACTIVE"), ("2", "800 Gb/sec (4X XDR)", "1: DOWN")):
-        write(tmp_path / "class/infiniband/mlx5_0/ports" / port / "rate", rate)
-        write(tmp_path / "class/infiniband/mlx5_0/ports" / port / "state", state)
-    assert fastest_link("nccl", tmp_path) == ("mlx5_0 port 1", 50e9)
+        folder = tmp_path / "class/infiniband/mlx5_0/ports" / port
+        for name, text in (("rate", rate), ("state", state), ("counters/port_rcv_data", "0"),
+                           ("counters/port_xmit_data", "0")):  # fmt: skip
+            write(folder / name, text)
+    assert fastest_link("nccl", tmp_path) == ("mlx5_0/1", 50e9)
     assert fastest_link("gloo", tmp_path) == ("eth0", 25e9 / 8)
     assert fastest_link("mpi", tmp_path / "nothing") is None
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 def in_bytes(number: float) -> str:
     """Return a size as ``596.1 MB``."""
@@ -61,3 +63,20 @@ def plain(text: object, longest: int = 300) -> str:
     words = " ".join(str(text).split())
     safe = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words)
     return safe if len(safe) <= longest else f"{safe[: longest - 3]}..."
+
+
+def describe_ranks(ranks: Iterable[int]) -> str:
+    """Return ranks in words.
+
+    >>> describe_ranks([3]), describe_ranks([0, 5, 1, 2])
+    ('rank 3', 'ranks 0-2, 5')
+    """
+    numbers = sorted(ranks)
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and spans[-1][-1] == number - 1:
+            spans[-1][1:] = [number]
+        else:
+            spans.append([number])
+    text = ", ".join("-".join(map(str, span)) for span in spans)
+    return f"rank{'s' if len(numbers) > 1 else ''} {text}"

@@ -8,8 +8,9 @@ from typing import get_args
 
 import torch
 
+from shardwright.common.words import describe_ranks
 from shardwright.distributed.backends.table import BACKENDS, DeviceType, moves, on_gpus
-from shardwright.distributed.meeting import Card, join_ranks
+from shardwright.distributed.meeting import Card
 from shardwright.errors import UsageError, WorldError
 
 
@@ -34,8 +35,8 @@ def gpu_index(cards: Sequence[Card], rank: int, device_id: int | None = None, sh
         if not gpus or (len(gpus) < len(local) and not shared):
             visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
             raise WorldError(
-                f"{host} has {len(local)} ranks ({join_ranks([c.rank for c in local])}), but they see {len(gpus)} GPUs "
-                f"(CUDA_VISIBLE_DEVICES={visible}); start at most {len(gpus)} ranks there, or pass "
+                f"{host} has {len(local)} ranks ({describe_ranks(card.rank for card in local)}), but they see "
+                f"{len(gpus)} GPUs (CUDA_VISIBLE_DEVICES={visible}); start at most {len(gpus)} ranks there, or pass "
                 "sw.init(backend='gloo') to train on the CPUs, with device='cuda' beside it to share GPUs"
             )
     mine = cards[rank]

@@ -23,6 +23,7 @@ from typing import Any
 from torch.distributed import DistError, HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from shardwright.common.whole_file import write_whole
+from shardwright.common.words import describe_ranks
 from shardwright.distributed.backends.table import DeviceType
 from shardwright.errors import LaunchError, UsageError, WorldError
 from shardwright.launch.hosts.environment import FileMeeting, LaunchEnvironment, Meeting, MpiMeeting, TcpMeeting
@@ -310,27 +311,11 @@ def _missing(store: Store, size: int, timeout_s: float) -> str:
     missing = [rank for rank in range(size) if rank not in came]
     cards = [_card(json.loads(store.get(f"card/{rank}"))) for rank in came]
     hosts = {card.host: [c.rank for c in cards if c.host == card.host] for card in cards}
-    present = "; ".join(f"{join_ranks(ranks)} on {host}" for host, ranks in hosts.items())
+    present = "; ".join(f"{describe_ranks(ranks)} on {host}" for host, ranks in hosts.items())
     return (
-        f"{len(missing)} of {size} ranks did not come within {timeout_s:g} s: {join_ranks(missing)} (came: {present}); "
-        "see the logs of those missing, or raise the time with sw.init(timeout=...)"
+        f"{len(missing)} of {size} ranks did not come within {timeout_s:g} s: {describe_ranks(missing)} (came: "
+        f"{present}); see the logs of those missing, or raise the time with sw.init(timeout=...)"
     )
-
-
-def join_ranks(ranks: list[int]) -> str:
-    """Ranks as people write them.
-
-    >>> join_ranks([0]), join_ranks([0, 1, 2, 5])
-    ('rank 0', 'ranks 0-2, 5')
-    """
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and rank == spans[-1][-1] + 1:
-            spans[-1].append(rank)
-        else:
-            spans.append([rank])
-    text = ", ".join(str(s[0]) if len(s) == 1 else f"{s[0]}-{s[-1]}" for s in spans)
-    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
 
 
 def _wait_for_readers(store: Store, expected: int) -> None:

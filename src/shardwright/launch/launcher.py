@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 
 from shardwright.common.system_errors import in_words
+from shardwright.common.words import describe_ranks
 from shardwright.errors import LaunchError
 from shardwright.launch.attempt import Attempt, AttemptEnd, RunReport
 from shardwright.launch.carriers.connection import Carrier, Connection, Connections
@@ -38,7 +39,7 @@ from shardwright.launch.host.processes import (
     descendants,
     woken_by,
 )
-from shardwright.launch.joblog.judge import Judge, RankEnd, describe_ranks, rank_end, signal_name, torchrun_end
+from shardwright.launch.joblog.judge import Judge, RankEnd, rank_end, signal_name, torchrun_end
 from shardwright.launch.joblog.logs import LiveFiles, RankLogs
 from shardwright.launch.progress.lines import current_task
 

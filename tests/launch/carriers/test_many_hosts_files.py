@@ -123,9 +123,7 @@ def test_a_disk_without_room_for_what_is_staged_is_said_before_anything_starts(j
         os.chmod(job.folder / "python", 0o755)
         ended = job.run(*BOTH, "--stage", "big", "--python", f"host2={job.folder}/python", "--", "true", timeout_s=30)
         assert ended.code == 2
-        message = (
-            "1 of 2 hosts cannot be used:\n  host2: 30.0 MiB in 1 files and folders are to be staged to /mnt there"
-        )
+        message = "1 of 2 hosts cannot be used:\n  host2: 31.5 MB in 1 files and folders are to be staged to /mnt there"
         assert message in ended.stderr
     finally:
         subprocess.run(network.inside("host2", "umount", "/mnt"), check=True)

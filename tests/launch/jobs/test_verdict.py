@@ -5,8 +5,9 @@ import os
 
 import pytest
 
+from shardwright.common.words import describe_ranks
 from shardwright.launch.joblog.job import LOST, RUNNING, JobFolder, JobState, create_job_folder
-from shardwright.launch.joblog.judge import RankEnd, describe_ranks, first_failure, read_error_file, torchrun_end
+from shardwright.launch.joblog.judge import RankEnd, first_failure, read_error_file, torchrun_end
 
 RESET = b"RuntimeError: [gloo/transport/tcp/pair.cc:544] Connection closed by peer [127.0.0.1]:3\n"
 

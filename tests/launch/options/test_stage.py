@@ -110,7 +110,7 @@ def test_a_disk_without_room_is_a_problem_and_leaves_nothing(here):
     pieces = list(read("pkg").orders())
     [first] = Decoder(StageBegin).feed(pieces[0])
     staged = StagedFiles(first._replace(size_bytes=1 << 60), scratch)
-    assert "1073741824.0 GiB in 9 files and folders are to be staged to " in staged.problems[0]
+    assert "1152921504.6 GB in 9 files and folders are to be staged to " in staged.problems[0]
     assert "make room, or set TMPDIR" in staged.problems[0]
     staged.take(StageEntry("pkg", "folder", 0o755, 0.0))
     assert list(scratch.iterdir()) == []

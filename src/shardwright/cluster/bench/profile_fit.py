@@ -1,10 +1,9 @@
 """From measured times to a curve: few segments, each a latency and a bandwidth, that never fall.
 
 A size that was disturbed is put right first: each time becomes the median of itself and its two neighbours, which
-changes nothing where times rise. What still falls is averaged (pool adjacent violators: Ayer et al., 1955), in
-logarithms. Knots are then added where the curve is furthest off, until it is within
-``tolerance`` of every point; between knots the time is linear in the bytes, which is a latency and a bandwidth. The
-times at the knots are the least squares of the relative errors over all points.
+changes nothing where times rise. What still falls is averaged, in logarithms. Knots are then added where the curve is
+furthest off, until it is within ``tolerance`` of every point; between knots the time is linear in the bytes, which is a
+latency and a bandwidth. The times at the knots are the least squares of the relative errors over all points.
 """
 
 from __future__ import annotations
@@ -13,6 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+from scipy.ndimage import median_filter
+from scipy.optimize import isotonic_regression
 
 from shardwright.compiler.plan.pricing.links import Curve, Segment
 from shardwright.errors import UsageError
@@ -32,7 +33,7 @@ def fit(points: Sequence[tuple[int, float]], tolerance: float = 0.08) -> Curve:
     times = np.array([seconds for _, seconds in ordered])
     if len(set(sizes)) < len(sizes) or len(sizes) < 2 or not (times > 0).all() or not np.isfinite(times).all():
         raise UsageError(f"a curve needs two sizes or more, each once, with times above 0; got {ordered}")
-    smooth = monotone(_without_outliers(times))
+    smooth = monotone(median_filter(times, 3, mode="nearest"))
     knots = [0, len(sizes) - 1]
     while True:
         at_knots = _least_squares(sizes, smooth, knots)
@@ -46,21 +47,9 @@ def fit(points: Sequence[tuple[int, float]], tolerance: float = 0.08) -> Curve:
         knots = sorted({*knots, worst})
 
 
-def _without_outliers(times: Array) -> Array:
-    kept = times.copy()
-    kept[1:-1] = np.median(np.stack([times[:-2], times[1:-1], times[2:]]), axis=0)
-    return kept
-
-
 def monotone(times: Array) -> Array:
     """Return the nearest sequence to ``times`` that never falls, by squares of the logarithms."""
-    blocks: list[tuple[float, int]] = []
-    for value in np.log(times):
-        blocks.append((float(value), 1))
-        while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
-            (right, many), (left, few) = blocks.pop(), blocks.pop()
-            blocks.append(((left * few + right * many) / (few + many), few + many))
-    smooth: Array = np.exp(np.concatenate([np.full(count, value) for value, count in blocks]))
+    smooth: Array = np.exp(isotonic_regression(np.log(times)).x)
     return smooth
 
 

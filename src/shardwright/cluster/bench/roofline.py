@@ -14,6 +14,7 @@ from torch import Tensor
 from shardwright.cluster.bench.output import Roofline
 from shardwright.cluster.bench.stopwatch import synchronize, took_s
 from shardwright.distributed.backends.table import backends_by_device
+from shardwright.launch.hosts.network import SYSFS, bytes_per_s, read_devices
 
 
 def copy_s(size_bytes: int, device: torch.device, warmup: int, iters: int, barrier: Callable[[], None]) -> float:
@@ -50,41 +51,19 @@ def _loop_s(
     return took_s(loop, device) / iters
 
 
-def fastest_link(backend: str, system: Path = Path("/sys")) -> tuple[str, float] | None:
+def fastest_link(backend: str, system: Path = SYSFS) -> tuple[str, float] | None:
     """Return the fastest network link of this host that is up, and its bytes per second; None without a known rate.
 
     InfiniBand counts where the backend can use it.
     """
-    links = dict(_ethernet(system))
-    if any(row.infiniband for row in backends_by_device(backend).values()):
-        links |= dict(_infiniband(system))
-    return max(links.items(), key=lambda link: link[1], default=None)
-
-
-def _ethernet(system: Path) -> list[tuple[str, float]]:
-    links = []
-    for interface in sorted((system / "class/net").glob("*")):
-        try:
-            megabits = int((interface / "speed").read_text())
-            up = (interface / "operstate").read_text().strip() == "up"
-        except (OSError, ValueError):  # a loopback, or a virtual device that does not tell
-            continue
-        if up and megabits > 0:
-            links.append((interface.name, megabits * 1e6 / 8))
-    return links
-
-
-def _infiniband(system: Path) -> list[tuple[str, float]]:
-    links = []
-    for port in sorted((system / "class/infiniband").glob("*/ports/*")):
-        try:
-            gigabits = float((port / "rate").read_text().split()[0])
-            active = "ACTIVE" in (port / "state").read_text()
-        except (OSError, ValueError, IndexError):
-            continue
-        if active:
-            links.append((f"{port.parents[1].name} port {port.name}", gigabits * 1e9 / 8))
-    return links
+    by_infiniband = any(row.infiniband for row in backends_by_device(backend).values())
+    links = {
+        device.name: bytes_per_s(device.speed)
+        for device in read_devices(system).devices.values()
+        if device.up and (by_infiniband or device.kind != "infiniband")
+    }
+    known = {name: rate for name, rate in links.items() if rate is not None}
+    return max(known.items(), key=lambda link: link[1], default=None)
 
 
 def within(size_bytes: int, copies_s: Sequence[float]) -> Roofline:

@@ -7,9 +7,9 @@ import time
 from itertools import takewhile
 from pathlib import Path
 
+from shardwright.common.words import describe_ranks
 from shardwright.launch.hangs.stacks import Observation
 from shardwright.launch.hangs.stall_verdict import Hang, location_of
-from shardwright.launch.joblog.judge import describe_ranks
 
 _SHOWN_GROUPS = 12
 _LONGEST_LINE = 500

@@ -17,8 +17,9 @@ from typing import Literal
 
 from shardwright.common import package
 from shardwright.common.pulse import PulseReading
+from shardwright.common.words import describe_ranks
 from shardwright.launch.hangs.stacks import Frame, Observation, Stack
-from shardwright.launch.joblog.judge import describe_ranks, signal_name
+from shardwright.launch.joblog.judge import signal_name
 
 # A rank that is "waiting" is in something that others must come to; "known" is any other place that has a name.
 LocationKind = Literal["waiting", "known", "stopped", "kernel", "unknown"]

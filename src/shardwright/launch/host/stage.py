@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from shardwright.common.words import in_bytes
 from shardwright.errors import UsageError
 from shardwright.launch.host.agent_protocol import StageBegin, StageEntry, StageMore
 from shardwright.launch.host.stream import encode
@@ -142,9 +143,9 @@ class StagedFiles:
         room_bytes = usage.f_bavail * usage.f_frsize
         if room_bytes < order.size_bytes + _ROOM_BYTES or (usage.f_files and usage.f_favail < order.entries):
             self.problems.append(
-                f"{_size(order.size_bytes)} in {order.entries} files and folders are to be staged to {scratch.parent} "
-                f"there, which has room for {_size(max(0, room_bytes - _ROOM_BYTES))} and {usage.f_favail} files; make "
-                "room, or set TMPDIR in the shell's start file"
+                f"{in_bytes(order.size_bytes)} in {order.entries} files and folders are to be staged to "
+                f"{scratch.parent} there, which has room for {in_bytes(max(0, room_bytes - _ROOM_BYTES))} and "
+                f"{usage.f_favail} files; make room, or set TMPDIR in the shell's start file"
             )
             return
         try:
@@ -205,15 +206,3 @@ class StagedFiles:
     def _give_up(self, error: OSError) -> None:
         what = error.filename or self.folder
         self.problems.append(f"what is staged cannot be written to {what} there: {error.strerror}; make room for it")
-
-
-def _size(count: int) -> str:
-    """Return a size as people read it.
-
-    >>> _size(3 << 20), _size(12345)
-    ('3.0 MiB', '12345 bytes')
-    """
-    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB")):
-        if count >= unit:
-            return f"{count / unit:.1f} {name}"
-    return f"{count} bytes"

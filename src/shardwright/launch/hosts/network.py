@@ -7,6 +7,7 @@ of the network namespace in which ``/sys`` was mounted.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -125,7 +126,8 @@ def moved(before: Device, after: Device, seconds: float) -> Moved:
     >>> moved(before, after, 1.0).in_bytes
     400
     """
-    limit = _most_bytes(after.speed, seconds)
+    rate = bytes_per_s(after.speed)
+    limit = float("inf") if rate is None else 10 * rate * seconds
 
     def grown(old: int, new: int, unit: int = 1, most: float = float("inf")) -> int:
         old, new = old // unit, new // unit
@@ -160,14 +162,17 @@ def counted_once(reading: NetworkReading) -> list[Device]:
     ]
 
 
-def _most_bytes(speed: str, seconds: float) -> float:
-    """Return ten times what a device of this speed ("100 Gb/s (4X EDR)") moves in so many seconds."""
+def bytes_per_s(speed: str) -> float | None:
+    """Return the bytes per second of a speed; None where it is not known.
+
+    >>> bytes_per_s("100 Gb/s (4X EDR)"), bytes_per_s("400 Gb/sec (4X NDR)"), bytes_per_s("")
+    (12500000000.0, 50000000000.0, None)
+    """
     number, _, unit = speed.partition(" ")
     factor = {"Gb/s": 1e9, "Mb/s": 1e6}.get(unit[:4])
-    try:
-        return float("inf") if factor is None else 10 * float(number) * factor / 8 * seconds
-    except ValueError:
-        return float("inf")
+    with contextlib.suppress(ValueError):
+        return None if factor is None else float(number) * factor / 8
+    return None
 
 
 def _text(path: Path) -> str:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Literal, TypedDict
 
 from shardwright.common.schema import SchemaError, from_json
+from shardwright.common.words import describe_ranks
 from shardwright.launch.host.protocol import Exited
 from shardwright.launch.joblog.job import FAILED, INTERRUPTED, SUCCEEDED
 
@@ -162,19 +163,6 @@ def first_failure(ends: Iterable[RankEnd]) -> RankEnd:
     """Return the cause among the ends that are failures and that we did not bring about ourselves."""
     failures = [end for end in ends if end.code != 0 and not end.signalled]
     return min(failures, key=lambda end: (end.only_lost_peer, end.time_s, end.rank))
-
-
-def describe_ranks(ranks: Iterable[int]) -> str:
-    """Return ranks in words: ``rank 3``, ``ranks 0-2, 5``."""
-    numbers = sorted(ranks)
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and spans[-1][-1] == number - 1:
-            spans[-1][1:] = [number]
-        else:
-            spans.append([number])
-    text = ", ".join("-".join(map(str, span)) for span in spans)
-    return f"rank{'s' if len(numbers) > 1 else ''} {text}"
 
 
 SETTLE_S = 0.2
