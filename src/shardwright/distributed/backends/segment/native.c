@@ -193,24 +193,16 @@ static void reduce(const char *const *parts, int size, char *out, int64_t count,
  * rank reduces a slice of each chunk, and the others take that from it one step later.
  *
  * GATHERED and SCATTERED: parts, or rows of parts, go through the slots chunk by chunk, as the steps in Python have them.
- * There may be several tensors, whose parts are one behind the other in the slots, as if they had been joined before.
  */
 enum { SMALL, SLICES, GATHERED, SCATTERED };
 enum { WAITING, DONE, DIFFER };
 #define BLOCK_BYTES (1 << 13) /* reduced at a time, which stay in the nearest cache */
 
-/* A tensor of which each rank gives, or gets, a part of so many bytes. */
-struct piece {
-    const char *own; /* what this rank gives */
-    char *data;      /* where the result goes */
-    int64_t bytes;
-};
-
 struct collective {
     const char *head;
     int64_t note_bytes; /* of the head and what stands behind it, on which all must agree */
-    const char *own;    /* what this rank gives to be reduced over all */
-    char *data;         /* where the result goes, which is the same for an all-reduce */
+    const char *own;    /* what this rank gives */
+    char *data;         /* where the result goes, which is the same for a large all-reduce */
     int64_t count;      /* of what each gives, or gets where it gives a row to each */
     int32_t type;
     int32_t operation;
@@ -219,8 +211,6 @@ struct collective {
     int32_t way;
     int32_t waits; /* whether it waits for others there */
     int32_t scatters;
-    const struct piece *pieces; /* what is gathered or scattered, of which 'count' is the sum */
-    int64_t piece_count;
 };
 
 /* Which elements of a chunk, or of the whole, are those of a rank. */
@@ -292,57 +282,36 @@ static int64_t rows_chunk(const struct group *g, const struct collective *r, int
     return *start < bytes ? least(room, bytes - *start) : 0;
 }
 
-/* Where the bytes of a step begin in a piece, and how many of them are in it; `at` is where it begins among all. */
-static int64_t overlap(const struct piece *piece, int64_t at, int64_t start, int64_t some, int64_t *from) {
-    *from = start > at ? start - at : 0;
-    return least(piece->bytes, start + some - at) - *from;
-}
-
 /* What others read of this rank, into the slot for the next stage; 0 where that was all. */
 static int put_rows(const struct group *g, const struct collective *r) {
-    int64_t room = rows_room(g, r), start, some = rows_chunk(g, r, &start), at = 0, from, bytes;
+    int64_t bytes = r->count * WIDTHS[r->type], room = rows_room(g, r), start, some = rows_chunk(g, r, &start);
     char *to = data_of(g, g->rank, r->stage + 1);
-    for (const struct piece *p = r->pieces; p < r->pieces + r->piece_count; at += p++->bytes) {
-        if ((bytes = overlap(p, at, start, some, &from)) <= 0) continue;
-        char *there = to + at + from - start;
-        if (r->way == GATHERED) memcpy(there, p->own + from, bytes);
-        for (int rank = 0; r->way == SCATTERED && rank < g->size; rank++) {
-            if (rank != g->rank) memcpy(there + rank * room, p->own + rank * p->bytes + from, bytes);
-        }
+    if (r->way == GATHERED) memcpy(to, r->own + start, some);
+    for (int rank = 0; r->way == SCATTERED && rank < g->size; rank++) {
+        if (rank != g->rank) memcpy(to + rank * room, r->own + rank * bytes + start, some);
     }
     return some || r->step == 0;
 }
 
 static void gather_rows(const struct group *g, const struct collective *r) {
-    int64_t start, some = rows_chunk(g, r, &start), at = 0, from, bytes;
-    for (const struct piece *p = r->pieces; p < r->pieces + r->piece_count; at += p++->bytes) {
-        if ((bytes = overlap(p, at, start, some, &from)) <= 0) continue;
-        for (int rank = 0; rank < g->size; rank++) {
-            memcpy(p->data + rank * p->bytes + from, data_of(g, rank, r->stage) + at + from - start, bytes);
-        }
+    int64_t bytes = r->count * WIDTHS[r->type], start, some = rows_chunk(g, r, &start);
+    for (int rank = 0; rank < g->size; rank++) {
+        memcpy(r->data + rank * bytes + start, data_of(g, rank, r->stage), some);
     }
 }
 
-/* This rank's row of a piece, of which others have theirs in the slots, from `there` on. */
-static void reduce_piece(const struct group *g, const struct collective *r, const struct piece *p, int64_t from,
-                         int64_t bytes, int64_t there) {
-    int64_t width = WIDTHS[r->type], room = rows_room(g, r);
-    const char *mine = p->own + g->rank * p->bytes + from, *parts[g->size];
-    char total[BLOCK_BYTES]; /* the result may lie where this rank's row does, which is not the first to be reduced */
-    for (int64_t at = 0; at < bytes; at += BLOCK_BYTES) {
-        for (int rank = 0; rank < g->size; rank++) {
-            parts[rank] = (rank == g->rank ? mine : data_of(g, rank, r->stage) + g->rank * room + there) + at;
-        }
-        int64_t some = least(BLOCK_BYTES, bytes - at);
-        reduce(parts, g->size, total, some / width, r->type, r->operation);
-        memcpy(p->data + from + at, total, some);
-    }
-}
-
+/* A chunk of this rank's row, of which others have theirs in the slots. */
 static void reduce_row(const struct group *g, const struct collective *r) {
-    int64_t start, some = rows_chunk(g, r, &start), at = 0, from, bytes;
-    for (const struct piece *p = r->pieces; p < r->pieces + r->piece_count; at += p++->bytes) {
-        if ((bytes = overlap(p, at, start, some, &from)) > 0) reduce_piece(g, r, p, from, bytes, at + from - start);
+    int64_t width = WIDTHS[r->type], room = rows_room(g, r), start, some = rows_chunk(g, r, &start);
+    const char *mine = r->own + g->rank * r->count * width + start, *parts[g->size];
+    char total[BLOCK_BYTES]; /* the result may lie where this rank's row does, which is not the first to be reduced */
+    for (int64_t at = 0; at < some; at += BLOCK_BYTES) {
+        for (int rank = 0; rank < g->size; rank++) {
+            parts[rank] = (rank == g->rank ? mine : data_of(g, rank, r->stage) + g->rank * room) + at;
+        }
+        int64_t bytes = least(BLOCK_BYTES, some - at);
+        reduce(parts, g->size, total, bytes / width, r->type, r->operation);
+        memcpy(r->data + start + at, total, bytes);
     }
 }
 
@@ -417,11 +386,6 @@ int shardwright_again(const struct group *g, struct collective *r, uint32_t numb
     memcpy((char *)r->head, &number, sizeof number);
     r->own = own;
     r->data = data;
-    if (r->piece_count) {
-        struct piece *piece = (struct piece *)r->pieces;
-        piece->own = own;
-        piece->data = data;
-    }
     r->stage = stage;
     r->step = 0;
     r->waits = 0;

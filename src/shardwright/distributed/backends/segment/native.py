@@ -47,12 +47,6 @@ class Group(ctypes.Structure):
         )  # fmt: skip
 
 
-class Piece(ctypes.Structure):
-    """A tensor of which each rank gives, or gets, a part of so many bytes."""
-
-    _fields_ = (("own", ctypes.c_void_p), ("data", ctypes.c_void_p), ("bytes", ctypes.c_int64))
-
-
 class Told(ctypes.Structure):
     """The arguments of native.c for a collective, and its progress."""
 
@@ -60,7 +54,6 @@ class Told(ctypes.Structure):
         ("head", ctypes.c_char_p), ("note_bytes", ctypes.c_int64), ("own", ctypes.c_void_p), ("data", ctypes.c_void_p),
         ("count", ctypes.c_int64), ("type", ctypes.c_int32), ("operation", ctypes.c_int32), ("step", ctypes.c_int64),
         ("stage", ctypes.c_uint32), ("way", ctypes.c_int32), ("waits", ctypes.c_int32), ("scatters", ctypes.c_int32),
-        ("pieces", ctypes.POINTER(Piece)), ("piece_count", ctypes.c_int64),
     )  # fmt: skip
 
 

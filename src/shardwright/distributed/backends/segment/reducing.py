@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -15,16 +14,7 @@ from torch import Tensor
 from shardwright.distributed.backends.segment.collectives import Collectives
 from shardwright.distributed.backends.segment.flats import is_plain
 from shardwright.distributed.backends.segment.memory import DATA_BYTES, SMALL_BYTES
-from shardwright.distributed.backends.segment.native import (
-    GATHERED,
-    OPERATIONS,
-    TYPES,
-    Group,
-    Native,
-    Piece,
-    Told,
-    reduces,
-)
+from shardwright.distributed.backends.segment.native import GATHERED, OPERATIONS, TYPES, Group, Native, Told, reduces
 from shardwright.distributed.backends.segment.notes import Note
 
 _WAITING, DONE, _DIFFER = 0, 1, 2  # what native code answers
@@ -42,7 +32,6 @@ class _Kind(NamedTuple):
     type_code: int
     operation_code: int
     one_stage: bool
-    in_rows: bool = False  # whether tensors are gathered or scattered
     scatters: bool = False
 
 
@@ -59,7 +48,7 @@ class NativeCollectives:
         if kind is None:
             return None
         flat = _plain_of(tensor)  # steps in Python would not meet the native code of ranks whose tensors are plain
-        return NativeCollective(self, kind, [flat], [flat], [tensor])
+        return NativeCollective(self, kind, flat, flat, tensor)
 
     def repeated(self, tensor: Tensor) -> RepeatedCollective | None:
         """Return a sum that can be repeated for tensors like this one; None for what native code does not sum."""
@@ -70,14 +59,14 @@ class NativeCollectives:
         """The next one; None for what does not lie as it is to be read: steps in Python meet it."""
         if not (is_plain(output) and is_plain(tensor)):
             return None
-        return NativeCollective(self, _gathering(tensor.dtype, tensor.numel()), [tensor], [output], [output])
+        return NativeCollective(self, _gathering(tensor.dtype, tensor.numel()), tensor, output, output)
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, reduce_op: Any) -> NativeCollective | None:
         """The next one; None as for `all_gather`, and for what native code does not reduce."""
         if not (is_plain(output) and is_plain(tensor)):
             return None
         kind = _scattering(output.dtype, output.numel(), reduce_op.op, self.collectives.size)
-        return None if kind is None else NativeCollective(self, kind, [tensor], [output], [output])
+        return None if kind is None else NativeCollective(self, kind, tensor, output, output)
 
 
 def _plain_of(tensor: Tensor) -> Tensor:
@@ -111,7 +100,7 @@ def _scattering(dtype: torch.dtype, numel: int, operation: Any, size: int) -> _K
         return None
     note = Note(0, "reduce_scatter", dtype, 0, name).head()[_NUMBER.size :] + struct.pack(f"={size}q", *[numel] * size)
     one_stage = numel * dtype.itemsize * size <= SMALL_BYTES
-    return _Kind(note, numel, TYPES[dtype], OPERATIONS[name], one_stage, True, scatters=True)
+    return _Kind(note, numel, TYPES[dtype], OPERATIONS[name], one_stage, scatters=True)
 
 
 @lru_cache(_MOST_KINDS)
@@ -122,26 +111,16 @@ def _gathering(dtype: torch.dtype, numel: int) -> _Kind:
     """
     operation, code = GATHERED
     nbytes = numel * dtype.itemsize
-    return _Kind(
-        Note(0, "all_gather", dtype, numel).head()[_NUMBER.size :], nbytes, code, operation, nbytes <= DATA_BYTES, True
-    )
+    head = Note(0, "all_gather", dtype, numel).head()[_NUMBER.size :]
+    return _Kind(head, nbytes, code, operation, nbytes <= DATA_BYTES)
 
 
 class NativeCollective:
-    """One of them, under way: what this rank gives, where the results go, and the ``outputs`` that are to have them."""
+    """One of them, under way: what this rank gives, where the result goes, and the ``output`` that is to have it."""
 
-    __slots__ = ("_all", "_begun", "_head", "_into", "_kind", "_outputs", "_own", "_pieces")
-
-    def __init__(
-        self,
-        native: NativeCollectives,
-        kind: _Kind,
-        own: Sequence[Tensor],
-        into: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-    ) -> None:
-        self._all, self._kind, self._own, self._into, self._outputs = native, kind, own, into, outputs
-        self._begun = False
+    def __init__(self, native: NativeCollectives, kind: _Kind, own: Tensor, into: Tensor, output: Tensor) -> None:
+        self._all, self._kind, self._begun = native, kind, False
+        self._tensors: tuple[Tensor, Tensor, Tensor] | None = (own, into, output)
 
     @property
     def one_stage(self) -> bool:
@@ -150,41 +129,33 @@ class NativeCollective:
 
     def advance(self, timeout_s: float) -> bool:
         native, told, rendezvous = self._all.native, self._all.told, self._all.collectives.rendezvous
+        assert self._tensors is not None
+        own, into, output = self._tensors
         if not self._begun:
-            self._begin(told, rendezvous.stage)
+            self._begin(told, rendezvous.stage, own, into)
         answer = native.collective(self._all.group, told, int(timeout_s * 1e9))
         rendezvous.stage = told.stage
         if answer == _WAITING:
             return False
         if answer == _DIFFER:
             self._all.collectives.compare(self._head)
-        for into, output in zip(self._into, self._outputs, strict=True):
-            if into is not output:
-                output.data.copy_(into)
-        self._own = self._into = self._outputs = ()  # what was read lives no longer than it has to
+        if into is not output:
+            output.data.copy_(into)
+        self._tensors = None  # what was read lives no longer than it has to
         return True
 
     wait = advance  # as it is awaited where it is one step of several
 
-    def _begin(self, told: Told, stage: int) -> None:
+    def _begin(self, told: Told, stage: int, own: Tensor, into: Tensor) -> None:
         kind, collectives = self._kind, self._all.collectives
         collectives.number += 1
         self._head = _NUMBER.pack(collectives.number % (1 << 32)) + kind.head
         told.head, told.note_bytes = self._head, len(self._head)
         told.count = kind.elements
         told.type, told.operation, told.scatters = kind.type_code, kind.operation_code, kind.scatters
-        if kind.in_rows:
-            self._pieces = self._pieces_of(self._into if kind.scatters else self._own)
-            told.pieces, told.piece_count = self._pieces, len(self._pieces)
-        else:
-            [own], [into] = self._own, self._into
-            told.own, told.data = own.data_ptr(), into.data_ptr()
+        told.own, told.data = own.data_ptr(), into.data_ptr()
         told.step, told.waits, told.stage = 0, 0, stage
         self._begun = True
-
-    def _pieces_of(self, parts: Sequence[Tensor]) -> ctypes.Array[Piece]:
-        pairs = zip(self._own, self._into, parts, strict=True)
-        return (Piece * len(parts))(*[Piece(own.data_ptr(), into.data_ptr(), part.nbytes) for own, into, part in pairs])
 
 
 class RepeatedCollective:
@@ -195,11 +166,9 @@ class RepeatedCollective:
         self._collectives = native.collectives
         self._go_on, self._group = native.native.collective, ctypes.byref(native.group)
         self._head = ctypes.create_string_buffer(_NUMBER.pack(0) + kind.head, _NUMBER.size + len(kind.head))
-        self._piece = Piece(bytes=kind.elements)
         self.told = Told(
             head=ctypes.cast(self._head, ctypes.c_char_p), note_bytes=len(self._head), count=kind.elements,
-            type=kind.type_code, operation=kind.operation_code, pieces=ctypes.pointer(self._piece),
-            piece_count=int(kind.in_rows),
+            type=kind.type_code, operation=kind.operation_code,
         )  # fmt: skip
         self._by_reference = ctypes.byref(self.told)
         self.answer = _WAITING
