@@ -97,7 +97,7 @@ def _unknown(error: click.NoSuchOption, typed: Sequence[str]) -> click.NoSuchOpt
 @click.option(
     "--print",
     "to",
-    type=RowOf("shardwright.launch.manifests.table", "PRINTED"),
+    type=RowOf("shardwright.launch.manifests", "PRINTED"),
     help="Write what runs this job elsewhere, and end: a PyTorchJob, a script for sbatch, or commands.",
 )
 @click.option("--print-sbatch", is_flag=True, help="The same as --print slurm.")
@@ -207,7 +207,7 @@ def launch(run: bool, to: str | None, print_sbatch: bool, image: str | None, **w
         **words,
     )  # fmt: skip
     if to is not None or print_sbatch:
-        from shardwright.launch.manifests.table import PrintRequest, printed
+        from shardwright.launch.manifests import PrintRequest, printed
 
         text, notes = printed(to or "slurm", PrintRequest(typed, request, image))
         for note in notes:

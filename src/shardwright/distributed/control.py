@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from shardwright.common.torch_private import unbound
-from shardwright.distributed.backends.gloo_threads import calm_receivers
 from shardwright.distributed.backends.table import GLOO, backend_moving, moves
+from shardwright.distributed.gloo_threads import calm_receivers
 
 # The group for messages beside each default group whose own backend moves no messages of the CPU. Both are cached by
 # the default group itself, with which its backend comes and goes.

@@ -12,8 +12,8 @@ from typing import cast
 import torch.distributed as dist
 
 from shardwright.common.torch_private import new_group_of_members
-from shardwright.distributed.backends.gloo_threads import calm_receivers
 from shardwright.distributed.control import collective_timeout, finish_queued
+from shardwright.distributed.gloo_threads import calm_receivers
 from shardwright.distributed.world import current_world
 from shardwright.errors import UsageError
 

@@ -19,7 +19,6 @@ from shardwright.common.pulse import own_pulse
 from shardwright.distributed.agreement import from_all_ranks
 from shardwright.distributed.backends import shm
 from shardwright.distributed.backends.between.grid import Grid
-from shardwright.distributed.backends.gloo_threads import calm_receivers
 from shardwright.distributed.backends.group import backends_of
 from shardwright.distributed.backends.table import (
     BACKENDS,
@@ -33,7 +32,7 @@ from shardwright.distributed.backends.table import (
 from shardwright.distributed.control import bound_collectives, control_group, world_group
 from shardwright.distributed.devices import asked_device, device_type, gpu_index, host_names
 from shardwright.distributed.following import follow_device, measure_steps, switch_on_recorder
-from shardwright.distributed.leave import leave_at_exit
+from shardwright.distributed.gloo_threads import calm_receivers, leave_at_exit
 from shardwright.distributed.meeting import (
     Card,
     Deadline,

@@ -28,11 +28,10 @@ import torch
 from torch import Tensor
 
 from shardwright.cluster.bench.device import measure_device, memory_of, timed_s
-from shardwright.cluster.bench.overheads import measure_overheads
+from shardwright.cluster.bench.overheads import ProductLoad, gradients_hidden, measure_overheads
 from shardwright.cluster.bench.profile_fit import fit
 from shardwright.cluster.bench.roofline import processor
 from shardwright.cluster.bench.stopwatch import refill
-from shardwright.cluster.bench.under_load import ProductLoad, gradients_hidden
 from shardwright.compiler.mesh.collectives import Axes, Communicator, all_gather, all_reduce, all_to_all
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.mesh.processes import communicator_over

@@ -22,11 +22,7 @@ class Event(Protocol):
 
 
 def took_s(run: Callable[[], object], device: torch.device, event: Callable[[], Event] | None = None) -> float:
-    """Return the seconds of ``run()`` on ``device``; ``event`` makes the events of a GPU, by default torch's.
-
-    Args:
-        event: makes the events of a GPU, by default torch's.
-    """
+    """Return the seconds of ``run()`` on ``device``; ``event`` makes the events of a GPU, by default torch's."""
     if device.type != "cuda":
         start_s = time.perf_counter()
         run()

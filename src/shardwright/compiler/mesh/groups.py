@@ -13,8 +13,8 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from shardwright.compiler.mesh.mesh import Mesh
-from shardwright.distributed.backends.gloo_threads import calm_receivers
 from shardwright.distributed.control import collective_timeout, finish_queued, world_group
+from shardwright.distributed.gloo_threads import calm_receivers
 
 Axes = tuple[str, ...]
 

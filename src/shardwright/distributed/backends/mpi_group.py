@@ -14,10 +14,9 @@ from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr
 
 from shardwright.common.torch_private import add_gloo_inside
 from shardwright.distributed.backends import table
-from shardwright.distributed.backends.group import CpuGroup
+from shardwright.distributed.backends.group import CpuGroup, Steps, Task
 from shardwright.distributed.backends.mpi_transfer import Transfer
 from shardwright.distributed.backends.mpi_work import Lane, Message, MpiWork, Watch
-from shardwright.distributed.backends.work import Steps, Task
 from shardwright.errors import UsageError, WorldError
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
 
-from shardwright.distributed.backends.work import Steps
+from shardwright.distributed.backends.group import Steps
 from shardwright.errors import UsageError
 
 ReduceKind = dist.ReduceOp

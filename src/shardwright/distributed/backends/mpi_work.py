@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]  # documented, but not listed
 
 from shardwright.common.threads import Thread
-from shardwright.distributed.backends.work import CollectiveWork, Steps, Task
+from shardwright.distributed.backends.group import CollectiveWork, Steps, Task
 
 _LOOK_S = 1.0
 _STOP_TIMEOUT_S = 5.0

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from shardwright.common.torch_private import add_gloo_inside
 from shardwright.distributed.backends import table
-from shardwright.distributed.backends.group import CpuGroup
+from shardwright.distributed.backends.group import Collectives as AnyCollectives
+from shardwright.distributed.backends.group import CpuGroup, Steps, Task
 from shardwright.distributed.backends.segment.collectives import Collectives
 from shardwright.distributed.backends.segment.memory import Memory, Process
 from shardwright.distributed.backends.segment.native import Group, Native
@@ -26,8 +27,6 @@ from shardwright.distributed.backends.segment.reducing import (
 from shardwright.distributed.backends.segment.reduction import Reduction
 from shardwright.distributed.backends.segment.waiting import ByNative, BySemaphores
 from shardwright.distributed.backends.shm_work import ByStep, Lane, ShmWork
-from shardwright.distributed.backends.work import Collectives as AnyCollectives
-from shardwright.distributed.backends.work import Steps, Task
 
 _Options = dist.AllreduceOptions
 _SOON_NS = 5_000_000  # within which the ranks of a host mostly come to a collective

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from shardwright.common.threads import Thread
 from shardwright.distributed.backends.between.moving import Awaited
+from shardwright.distributed.backends.group import CollectiveWork, Task
 from shardwright.distributed.backends.segment.collectives import Collectives
 from shardwright.distributed.backends.segment.memory import DATA_BYTES, Process
 from shardwright.distributed.backends.segment.notes import Note
-from shardwright.distributed.backends.work import CollectiveWork, Task
 from shardwright.errors import WorldError
 
 _LOOK_S = 0.05  # a launcher that has seen one rank fail ends the others soon after, and tells of those that did before

@@ -55,10 +55,7 @@ _TELL_STAGING_S = 1.0
 
 
 class Agent:
-    """The process between launcher and supervisor; ``packed`` is the descriptor of the zip file of this package.
-
-    ``packed`` is the descriptor of the zip file of this package.
-    """
+    """The process between launcher and supervisor; ``packed`` is the descriptor of the zip file of this package."""
 
     def __init__(self, packed: int, orders: int, events: int) -> None:
         self.packed, self.orders = packed, orders

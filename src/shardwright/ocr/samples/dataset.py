@@ -16,9 +16,8 @@ from torch import Tensor
 
 from shardwright.data.order import permutation
 from shardwright.errors import DataError
-from shardwright.ocr.samples.labels import read_detection_list, read_icdar, read_word_list
+from shardwright.ocr.samples.labels import SynthText, read_detection_list, read_icdar, read_word_list
 from shardwright.ocr.samples.sample import Array, NeedsLabel, PipelineStep, Sample, SampleSource, Task, generator
-from shardwright.ocr.samples.synthtext import SynthText
 from shardwright.ocr.samples.words import WordDatabase
 
 IMAGES = (".jpg", ".jpeg", ".png", ".bmp")
