@@ -367,9 +367,6 @@ def verified(name, options):
     return found.ok, str(found), found.plan.moved_bytes() > 0
 
 
-EXACT = {2: ({"mode": "data"}, {"mode": "auto"}), 4: ({"mode": "data"}, {"mode": "auto"}, {"mesh": "dp=2,tp=2"})}
-
-
 def cheap():
     found = refused()
     reductions_seen = reduces()
@@ -385,10 +382,6 @@ def groups():
     small_counts()
     subgroups()
     return {}
-
-
-def exact():
-    return {"exact": [verified(name, options) for name in NETWORKS for options in EXACT[dist.get_world_size()]]}
 
 
 def until(condition):

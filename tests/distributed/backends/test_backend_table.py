@@ -13,12 +13,10 @@ from shardwright.distributed.backends.table import (
     GLOO,
     MPI,
     NCCL,
-    SHM,
     Backend,
     backend_called,
     backend_moving,
     on_gpus,
-    usual_backend,
 )
 
 
@@ -46,11 +44,6 @@ def test_what_a_row_names_is_there(row):
 def test_a_text_names_a_backend_for_each_device(text, cpu, cuda, gpus):
     assert (backend_moving("cpu", text).name, backend_moving("cuda", text).name) == (cpu.name, cuda.name)
     assert on_gpus(text) == gpus
-
-
-def test_the_usual_backends():
-    assert (usual_backend("cpu"), usual_backend("cuda")) == (GLOO, NCCL)
-    assert (usual_backend("cpu", shared=True), usual_backend("cuda", shared=True)) == (SHM, NCCL)
 
 
 def test_the_table_imports_no_torch():

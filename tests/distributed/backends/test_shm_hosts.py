@@ -7,10 +7,7 @@ import functools
 import logging
 import os
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import backend_ranks
 import pytest
@@ -18,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 import shardwright as sw
-from hosts import host_network
 from ranks import run_ranks
 from shardwright.common.torch_private import job_store
 from shardwright.distributed.backends import hosts_group, shm_meeting
@@ -45,9 +41,7 @@ def collectives(hosts, examples):
     return reductions, type(dist.group.WORLD).__name__
 
 
-@pytest.mark.parametrize(
-    ("hosts", "examples"), [("abab", 3), pytest.param("aabb", 60, marks=slow), pytest.param("abcbca", 40, marks=slow)]
-)
+@pytest.mark.parametrize(("hosts", "examples"), [("abab", 3), pytest.param("abcbca", 30, marks=slow)])
 def test_collectives(hosts, examples):
     for reductions, group in run_ranks(len(hosts), collectives, hosts, examples, timeout=110):
         assert reductions >= 2
@@ -80,7 +74,7 @@ def sums(hosts):
     return found
 
 
-@pytest.mark.parametrize("hosts", ["abba", pytest.param("abcabc", marks=slow), pytest.param("aaabbb", marks=slow)])
+@pytest.mark.parametrize("hosts", ["abba", pytest.param("abcabc", marks=slow)])
 def test_sums_go_in_the_order_of_ranks_and_hosts(hosts):
     assert len(set(map(tuple, run_ranks(len(hosts), sums, hosts, timeout=110)))) == 1
 
@@ -105,22 +99,10 @@ def stressed(hosts, seconds):
 
 @slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("hosts", ["abab", "aabbcc", "aaaabbbb"])
-def test_many_in_any_order(hosts):
-    counts = run_ranks(len(hosts), stressed, hosts, 45, timeout=400)
+def test_many_in_any_order():
+    counts = run_ranks(6, stressed, "aabbcc", 20, timeout=400)
     assert len(set(counts)) == 1
     assert counts[0] > 100
-
-
-def exact():
-    init("abab", 100)
-    return [backend_ranks.verified(name, {"mode": "data"}) for name in ("perceptron", "transformer")]
-
-
-@slow
-def test_plans_give_what_one_device_gives():
-    for ok, text, _ in run_ranks(4, exact, timeout=110)[0]:
-        assert ok, text
 
 
 def stay(ranks):
@@ -214,25 +196,3 @@ def test_hosts_without_as_many_ranks_take_gloo():
         assert [total for _, total, _ in found] == [[len(hosts)] * 2] * len(hosts)
         assert [name for name, _, _ in found] == ["ProcessGroup"] * len(hosts)
         assert counts in found[0][2][0]
-
-
-SAY = """
-import torch, torch.distributed as dist, shardwright as sw
-world = sw.init(backend="shm")
-total = torch.ones(300_000) * (world.rank + 1)
-dist.all_reduce(total)
-print(type(dist.group.WORLD).__name__, world.hosts, total.unique().tolist(), flush=True)
-"""
-
-
-@slow
-@pytest.mark.timeout(400)
-def test_hosts_with_processes_of_their_own(tmp_path):
-    with host_network(2, tmp_path) as network:
-        (tmp_path / "say.py").write_text(SAY)
-        ended = subprocess.run(
-            [Path(sys.executable).parent / "shardwright", "launch", "-H", "host1:2,host2:2", "say.py"], cwd=tmp_path,
-            env=os.environ | {"PATH": network.path}, capture_output=True, text=True, timeout=360, check=False,
-        )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout == "HostsGroup ('host1', 'host1', 'host2', 'host2') [10.0]\n"
