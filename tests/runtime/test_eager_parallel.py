@@ -1,7 +1,5 @@
 """Any number of ranks gives the losses and gradients of one, whichever way the batch is split."""
 
-import os
-import random
 from contextlib import nullcontext
 
 import numpy as np
@@ -14,8 +12,7 @@ import shardwright as sw
 from ranks import run_ranks
 from shardwright.data.loading.batch import Batch
 from shardwright.data.order import chunk_range
-from shardwright.distributed.seed import RandomNumbers
-from shardwright.errors import UsageError, WorldError
+from shardwright.errors import UsageError
 from shardwright.runtime.checks.changed_buffers import buffers_restored, digest
 from shardwright.runtime.eager_parallel import parallelize_eagerly
 
@@ -41,12 +38,6 @@ def cross_entropy(model, batch):
 
 def penalised(model, batch):
     return cross_entropy(model, batch), model.body[0].weight.square().sum()
-
-
-def with_aux(model, batch):
-    x, y = batch
-    logits = model(x)
-    return nn.functional.cross_entropy(logits, y), logits.argmax(1)
 
 
 def global_batch(size, seed=0):
@@ -140,33 +131,6 @@ def test_losses_gradients_and_parameters_are_those_of_one_device(ranks):
         assert_same(runs["sum"], reference, gradient_scale=ranks)
 
 
-def single_run(gradients):
-    world = sw.init(timeout=60)
-    model = Net()
-    with torch.no_grad():
-        model.body[0].weight.add_(world.rank)
-    batch = global_batch(7)
-    parallel = parallelize_eagerly(model, cross_entropy, batch, mode="single", gradients=gradients)
-    loss = parallel(batch)
-    loss.backward()
-    return [(loss.item(), gradients_of(model))], values_of(model)
-
-
-def single_runs():
-    return single_run("mean"), single_run("sum")
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_single_computes_the_whole_batch_on_every_rank(ranks):
-    model = Net()
-    loss = cross_entropy(model, global_batch(7))
-    loss.backward()
-    reference = [(loss.item(), gradients_of(model))], values_of(model)
-    for mean, summed in run_ranks(ranks, single_runs):
-        assert_same(mean, reference)
-        assert_same(summed, reference, gradient_scale=ranks)
-
-
 def accumulating_run(gradients):
     world = sw.init(timeout=60)
     model = Net()
@@ -226,17 +190,6 @@ def test_two_forwards_before_a_backward_give_the_sum_or_are_refused():
             assert_close(got, expected)
 
 
-def aux_run():
-    world = sw.init(timeout=60)
-    batch = part_of(global_batch(2), world.rank, world.size)
-    parallel = parallelize_eagerly(Net(), with_aux, batch)
-    loss, aux = parallel.eval()(batch)
-    trained = parallel.module.training
-    with torch.no_grad():
-        quiet, _ = parallel.train()(batch)
-    return loss.item(), quiet.item(), None if aux is None else aux.tolist(), trained, parallel.module.training
-
-
 def added_up():
     sw.init()
     batch = global_batch(12)
@@ -256,17 +209,6 @@ def test_a_penalty_beside_the_loss_is_refused_where_ranks_have_parts_of_it():
         assert_close(got, expected)
     for said in run_ranks(2, added_up):
         assert said.startswith("a backward came to what the loss function returned beside the loss, where only the ")
-
-
-def test_aux_is_that_of_the_ranks_own_part():
-    x, y = global_batch(2)
-    expected, labels = with_aux(Net(), (x, y))
-    results = run_ranks(3, aux_run)
-    assert [aux for _, _, aux, _, _ in results] == [[labels[0].item()], [labels[1].item()], None]
-    for loss, quiet, _, evaluating, training in results:
-        assert abs(loss - expected.item()) < TOLERANCE
-        assert abs(quiet - expected.item()) < TOLERANCE
-        assert (evaluating, training) == (False, True)
 
 
 class PartlyUsed(nn.Module):
@@ -298,75 +240,6 @@ def test_parameters_that_the_loss_does_not_use_get_no_gradient():
         assert unused is None
 
 
-def drawing_loss(model, batch):
-    loss = cross_entropy(model, batch) * (1 + 0 * random.random() * np.random.random())
-    if loss.requires_grad:
-        loss.backward(retain_graph=True)
-    return loss
-
-
-def trial_run():
-    world = sw.init(timeout=60)
-    model = nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Dropout(0.5), nn.Linear(FEATURES, CLASSES)).double()
-    kept = model[2].weight.grad = torch.ones_like(model[2].weight)
-    before = RandomNumbers()
-    parallelize_eagerly(model, drawing_loss, part_of(global_batch(8), world.rank, world.size))
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    return before.drawn, model[0].num_batches_tracked.item(), gradients == [kept], kept.unique().tolist()
-
-
-def test_trying_the_loss_function_leaves_no_trace():
-    assert run_ranks(2, trial_run) == [(False, 0, True, [1.0])] * 2
-
-
-def state_run():
-    world = sw.init(timeout=60)
-    batch = part_of(global_batch(8), world.rank, world.size)
-    parallel = parallelize_eagerly(Net(), cross_entropy, batch)
-    state = {name: torch.zeros_like(value) for name, value in parallel.state_dict().items()}
-    parallel.load_state_dict(state)
-    names = [name for name, _ in parallel.named_parameters()]
-    return names, list(state), parallel(batch).item()
-
-
-def test_the_state_has_the_models_own_names():
-    expected = ["body.0.weight", "body.0.bias", "body.2.weight", "body.2.bias"]
-    for names, state, loss in run_ranks(2, state_run):
-        assert names == state == expected
-        assert abs(loss - torch.tensor(CLASSES, dtype=torch.float64).log().item()) < TOLERANCE
-
-
-class Remembering(Net):
-    """A model whose state has more than tensors."""
-
-    seen = 3
-
-    def get_extra_state(self):
-        return {"seen": self.seen}
-
-    def set_extra_state(self, state):
-        self.seen = state["seen"]
-
-
-def extra_state_run():
-    world = sw.init(timeout=60)
-    batch = part_of(global_batch(8), world.rank, world.size)
-    found = []
-    for parallel in (
-        parallelize_eagerly(Remembering(), cross_entropy, batch),
-        sw.parallelize(Remembering(), cross_entropy, global_batch(8), "data", batch="global"),
-    ):
-        state = parallel.full_state_dict()
-        parallel.module.seen = 0
-        parallel.load_state_dict(state)
-        found += [state["_extra_state"], parallel.module.seen]
-    return found
-
-
-def test_a_state_may_hold_more_than_tensors():
-    assert run_ranks(2, extra_state_run) == [[{"seen": 3}, 3] * 2] * 2
-
-
 # What does not fit: each is a function of the rank that returns the arguments of parallelize.
 def frozen(rank):
     model = Net()
@@ -379,10 +252,6 @@ def vector_loss(rank):
     return Net(), lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1], reduction="none"), global_batch(4), {}
 
 
-def detached(rank):
-    return Net(), (lambda m, b: cross_entropy(m, b).detach() if rank == 1 else cross_entropy(m, b)), global_batch(4), {}
-
-
 def not_a_tensor(rank):
     return Net(), lambda m, b: cross_entropy(m, b).item(), global_batch(4), {}
 
@@ -392,33 +261,12 @@ def failing(rank):
     return Net(), cross_entropy, (x[:, 1:] if rank == 1 else x, y), {}
 
 
-def with_object(rank):
-    return Net(), cross_entropy, (*global_batch(4), object()), {}
-
-
-def ragged(rank):
-    x, y = global_batch(4)
-    return Net(), cross_entropy, (x, y[:3]), {}
-
-
-def unrelated(rank):
-    return Net(), lambda m, b: b[0].clone().requires_grad_().mean(), global_batch(4), {}
-
-
 def on_meta(rank):
     return Net().to("meta"), cross_entropy, global_batch(4), {}
 
 
-def other_model(rank):
-    return (nn.Linear(FEATURES, CLASSES + rank).double(), cross_entropy, global_batch(4), {})
-
-
 def other_arguments(rank):
     return Net(), cross_entropy, global_batch(4), {"gradients": ["mean", "sum"][rank]}
-
-
-def all_empty(rank):
-    return Net(), cross_entropy, tuple(t[:0] for t in global_batch(4)), {}
 
 
 def nobody_splits(rank):
@@ -427,10 +275,6 @@ def nobody_splits(rank):
 
 def part_of_others(rank):
     return Net(), cross_entropy, part_of(global_batch(6), 1 - rank, 2), {"batch": None}
-
-
-def part_in_single(rank):
-    return Net(), cross_entropy, part_of(global_batch(4), rank, 2), {"mode": "single", "batch": None}
 
 
 def refused(build):
@@ -447,19 +291,12 @@ def refused(build):
 REFUSED = [
     (frozen, "rank 1: Net has no parameter that requires a gradient; there is nothing to train"),
     (vector_loss, "rank 0: the loss has shape [4]; expected a scalar, the mean over the samples: loss.mean()"),
-    (detached, "rank 1: the loss is not attached to the graph; compute it from model(x), without detach()"),
     (not_a_tensor, "rank 0: the loss function returned float; expected a scalar tensor, or (scalar tensor, aux)"),
     (failing, "rank 1: the sample batch does not fit: RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
-    (with_object, "rank 0: the sample batch does not fit: UsageError: a batch holds object <object object"),
-    (ragged, "a batch has tensors of the shapes [[4, 6], [3]]; expected the samples along dim 0 of each"),
-    (unrelated, "rank 0: the loss depends on no parameter of the model that requires a gradient"),
     (on_meta, "4 tensors of the model are on the meta device (body.0.weight, body.0.bias, body.2.weight, ...)"),
-    (other_model, "the model of rank 1 differs from rank 0's: it has ('weight', (4, 6), 'torch.float64')"),
     (other_arguments, "(mode, gradients, batch) = ('data', 'mean', 'local'), rank 1 with ('data', 'sum', 'local')"),
-    (all_empty, "the sample batch is empty on every rank; pass one that holds samples"),
     (nobody_splits, "nobody said how this batch of 4 samples is split over 2 ranks; pass parallelize(..., batch="),
     (part_of_others, "rank 0 of 2 computes samples 0 to 3, but got Batch(samples 3 to 6 of 6: "),
-    (part_in_single, "mode='single' computes the whole batch on every rank, but this is one part of it: Batch("),
 ]
 
 
@@ -598,9 +435,3 @@ def other_whole_batches():
 
 def test_other_whole_batches_are_refused():
     run_ranks(2, other_whole_batches)
-
-
-def test_parallelize_needs_a_world():
-    assert os.environ.get("RANK") is None
-    with pytest.raises(WorldError, match=r"there is no world yet; call sw.init\(\) first"):
-        parallelize_eagerly(Net(), cross_entropy, global_batch(4))

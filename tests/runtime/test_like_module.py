@@ -5,18 +5,13 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import shardwright as sw
 from ranks import run_ranks
-from shardwright.checkpoint.saving.save import _refuse_parts
-from shardwright.compiler.mesh.dtensor import device_mesh, gathered, is_of_another_rank, on_own_mesh
-from shardwright.compiler.mesh.mesh import Mesh
 
 PLANS = {"data": {"mode": "data"}, "split": {"mode": "auto", "search": "propagation"}}
-EITHER = [pytest.param("data", marks=pytest.mark.slow), "split"]
 
 
 class Net(nn.Module):
@@ -78,9 +73,8 @@ def states(plan):
     return found, expected, loaded, loose, zero, same(parallel, whole.module)
 
 
-@pytest.mark.parametrize("plan", EITHER)
-def test_states_are_taken_as_torch_takes_them(plan):
-    for found, expected, loaded, loose, zero, whole in run_ranks(2, states, plan):
+def test_states_are_taken_as_torch_takes_them():
+    for found, expected, loaded, loose, zero, whole in run_ranks(2, states, "split"):
         assert found == expected
         assert "size mismatch for up.weight" in found[2]
         assert loose == "_IncompatibleKeys(missing_keys=['up.bias'], unexpected_keys=[])"
@@ -172,9 +166,8 @@ def averaged(plan):
     return losses
 
 
-@pytest.mark.parametrize("plan", EITHER)
-def test_averages_of_torch_are_those_of_one_device(plan):
-    for loss, expected in run_ranks(2, averaged, plan):
+def test_averages_of_torch_are_those_of_one_device():
+    for loss, expected in run_ranks(2, averaged, "split"):
         assert loss == pytest.approx(expected, rel=1e-10)
 
 
@@ -231,59 +224,3 @@ def test_states_of_files_and_of_plain_pytorch_are_those_of_this_rank_or_refused(
         for name, text in WRITTEN.items():
             if (rank, name) != (0, "optimizer"):  # rank 0 was given its own
                 assert text in found[name], (name, found[name])
-
-
-def taken_by_place(folder):
-    """Losses after states of other ranks that are at the same place of what splits them, and of what splits nothing."""
-    parallel, plain, batch, world = started("split")
-    found = {}
-    for kind in (torch.optim.Adafactor, torch.optim.AdamW):
-        ours, theirs = (kind(model.parameters(), lr=0.01) for model in (parallel, plain))
-        steps(plain, theirs, batch, 1)
-        parallel.load_state_dict(plain.state_dict())
-        ours.load_state_dict(copy.deepcopy(theirs.state_dict()))  # whole, of plain PyTorch
-        losses = [steps(parallel, ours, batch, 2), steps(plain, theirs, batch, 2)]
-        torch.save(ours.state_dict(), f"{folder}/{kind.__name__}{world.rank}.pt")
-        torch.distributed.barrier()
-        rank = 0 if kind is torch.optim.Adafactor else world.rank  # that keeps all whole, on every rank
-        ours.load_state_dict(torch.load(f"{folder}/{kind.__name__}{rank}.pt"))
-        found[kind.__name__] = *losses, steps(parallel, ours, batch, 2), steps(plain, theirs, batch, 2)
-    return found
-
-
-def test_states_that_are_whole_are_taken_whoever_saved_them(tmp_path):
-    for found in run_ranks(2, taken_by_place, str(tmp_path)):
-        for ours, theirs, later, expected in found.values():
-            assert ours == pytest.approx(theirs, rel=1e-10)
-            assert later == pytest.approx(expected, rel=1e-10)
-
-
-def loaded_by_place(folder):
-    """Of each file: whether it is another rank's, and else what it has as a whole. Axes are dp=2 and tp=2."""
-    rank = sw.init().rank
-    devices = device_mesh(Mesh.of(dp=2, tp=2), "cpu")
-    made = {
-        "split": DTensor.from_local(torch.full((1,), rank % 2), devices, [Replicate(), Shard(0)]),
-        "whole": DTensor.from_local(torch.full((2,), 7), devices, [Replicate(), Replicate()]),
-    }
-    torch.save(made, f"{folder}/{rank}.pt")
-    torch.distributed.barrier()
-    found = {}
-    for saver in range(4):
-        for name, value in torch.load(f"{folder}/{saver}.pt").items():
-            found[saver, name] = is_of_another_rank(value), on_own_mesh(value).device_mesh is devices
-    same_place = torch.load(f"{folder}/{rank % 2}.pt")["split"]
-    return rank, found, gathered(on_own_mesh(same_place)).tolist()
-
-
-def test_a_part_is_of_another_rank_where_its_place_on_the_axes_that_split_it_is_other(tmp_path):
-    for rank, found, whole in run_ranks(4, loaded_by_place, str(tmp_path)):
-        assert whole == [0, 1]
-        for (saver, name), result in found.items():
-            assert result == (name == "split" and saver % 2 != rank % 2, True), (rank, saver, name)
-
-
-def test_values_that_hold_themselves_are_searched_to_their_end():
-    value = {"of": []}
-    value["of"].append(value)
-    _refuse_parts("extra", value)

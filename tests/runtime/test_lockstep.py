@@ -2,7 +2,6 @@
 
 import gc
 import os
-import re
 import subprocess
 import sys
 import warnings
@@ -92,10 +91,8 @@ def odd(how, batch, model):
 ALIKE = "UsageError: ranks do not come to call 5 of the model alike: rank 0 passes a batch of float32[8, 3, 4], rank 1 "
 SIZES = "UsageError: every rank passes the same whole batch, or its part of the same, but rank 0's has 4 samples and"
 PARTS = "UsageError: the parts of the batch do not fit together: rank 0 passed float32[4, 3, 4], rank 1 passed "
-ANOTHER = ALIKE.replace("passes a batch of float32[8, 3, 4]", "makes another")
 CASES = [
     (shorter, "global", Mean, f"{ALIKE}passes a batch of float32[6, 3, 4]; all ranks must"),
-    (of_two_sizes, "global", Mean, ALIKE.replace("8", "4") + "passes a batch of float32[8, 3, 4];"),
     (of_two_values, "global", Mean, f"{ALIKE}passes a batch of float32[8, 3, 4] with model.temperature = 2.0;"),
     (
         fewer,
@@ -115,8 +112,7 @@ CASES = [
     ),
 ]
 OF_ITSELF = {fewer: "None", no_tensor: "UsageError: batch is a ndarray, of which a program would"}  # on rank 1
-FAST = (0,)
-EACH = [pytest.param(*case, marks=[] if at in FAST else pytest.mark.slow) for at, case in enumerate(CASES)]
+EACH = [pytest.param(*case, marks=pytest.mark.slow if at else ()) for at, case in enumerate(CASES)]
 
 
 @pytest.mark.parametrize(("how", "batch", "model", "text"), EACH)
@@ -127,19 +123,6 @@ def test_all_ranks_learn_that_one_has_another_batch(how, batch, model, text):
         assert second.startswith(OF_ITSELF[how]), second
     else:
         assert second == first
-
-
-def last_is_shorter(parallel, rank):
-    parallel(batch_of(6 if rank == 3 else 8)).backward()
-
-
-@pytest.mark.slow
-def test_of_four_ranks_all_name_the_same_two():
-    everyone = run_ranks(4, odd, last_is_shorter, "global", Mean, stay=True)
-    passed = r"rank [012] passes a batch of float32\[8, 3, 4\], rank 3 passes a batch of float32\[6, 3, 4\]; all ranks"
-    for found in everyone:
-        assert re.search(passed, found), found
-    assert len(set(everyone)) == 1
 
 
 SCRIPT = """
@@ -154,10 +137,9 @@ for _ in range(3 + (rank != int(sys.argv[1]))):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("early", [0, 1])
-def test_a_script_that_ends_before_the_others_is_named(early):
+def test_a_script_that_ends_before_the_others_is_named():
     """Rank 0 serves the store by which the other one learns of it."""
-    ranks = []
+    ranks, early = [], 0
     with free_port() as port:
         for rank in range(2):
             told = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}

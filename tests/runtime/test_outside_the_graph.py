@@ -1,6 +1,5 @@
 """What a captured step reads of Python and changes between steps: equal to plain PyTorch, or refused, on real ranks."""
 
-import copy
 import warnings
 
 import pytest
@@ -13,10 +12,8 @@ from ranks import run_ranks
 from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.capture.tracing.frozen import FrozenWarning
 from shardwright.errors import UsageError
-from shardwright.runtime.programs import programs
 
 PLANS = {"data": {"mode": "data"}, "split": {"mode": "auto", "search": "propagation"}}
-on_two_and_four = pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 SCALE = 1.0  # read by `Net.forward`
 
 
@@ -98,10 +95,9 @@ def losses_with_changes(plan):
     return found
 
 
-@on_two_and_four
 @pytest.mark.parametrize("plan", PLANS)
-def test_what_changes_between_steps_counts(plan, ranks):
-    for found in run_ranks(ranks, losses_with_changes, plan):
+def test_what_changes_between_steps_counts(plan):
+    for found in run_ranks(2, losses_with_changes, plan):
         for name, ((losses, mean), (expected, expected_mean)) in found.items():
             assert losses == pytest.approx(expected, rel=1e-10), name
             assert mean == pytest.approx(expected_mean, rel=1e-10, abs=1e-14), name
@@ -133,10 +129,9 @@ def model_of(parallel):
     return copy
 
 
-@on_two_and_four
 @pytest.mark.parametrize("plan", PLANS)
-def test_tensors_that_the_loss_closes_over_are_read_anew(plan, ranks):
-    for losses, expected in run_ranks(ranks, with_tensors_beside, plan):
+def test_tensors_that_the_loss_closes_over_are_read_anew(plan):
+    for losses, expected in run_ranks(2, with_tensors_beside, plan):
         assert losses == pytest.approx(expected, rel=1e-10)
 
 
@@ -159,40 +154,14 @@ def optimizer_made_before(plan, steps_before):
     return loss.item(), norm
 
 
-@on_two_and_four
-def test_an_optimizer_may_be_made_before(ranks):
+def test_an_optimizer_may_be_made_before():
     [(expected, norm)] = run_ranks(1, optimizer_made_before, "data", 0)
     for plan in PLANS:
-        for loss, their_norm in run_ranks(ranks, optimizer_made_before, plan, 0):
+        for loss, their_norm in run_ranks(2, optimizer_made_before, plan, 0):
             assert loss == pytest.approx(expected, rel=1e-10)
             assert their_norm == pytest.approx(norm, rel=1e-10)
-    for said in run_ranks(ranks, optimizer_made_before, "split", 1):
+    for said in run_ranks(2, optimizer_made_before, "split", 1):
         assert said.startswith("this AdamW has made steps with parameters that sw.parallelize has split since; make it")
-
-
-def optimizer_that_stepped_before(plan, splits_another):
-    """The loss after steps of plain SGD, which keeps nothing, before the model is split and after."""
-    _, model, batch = started()
-    if splits_another:  # so that steps are looked at
-        sw.parallelize(copy.deepcopy(model), loss_fn, batch, batch="global", **PLANS[plan])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loss_fn(model, batch).backward()
-    optimizer.step()
-    parallel = sw.parallelize(model, loss_fn, batch, batch="global", **PLANS[plan])
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = parallel(batch)
-        loss.backward()
-        optimizer.step()
-    return loss.item()
-
-
-@pytest.mark.slow
-def test_an_optimizer_that_keeps_nothing_may_have_made_steps_before():
-    [expected] = run_ranks(1, optimizer_that_stepped_before, "data", False)
-    for splits_another in (False, True):
-        for loss in run_ranks(2, optimizer_that_stepped_before, "split", splits_another):
-            assert loss == pytest.approx(expected, rel=1e-10)
 
 
 def numbers_of_gradients(plan):
@@ -210,9 +179,8 @@ def numbers_of_gradients(plan):
     ]
 
 
-@on_two_and_four
-def test_numbers_read_of_split_gradients_are_those_of_the_whole(ranks):
-    for found in run_ranks(ranks, numbers_of_gradients, "split"):
+def test_numbers_read_of_split_gradients_are_those_of_the_whole():
+    for found in run_ranks(2, numbers_of_gradients, "split"):
         for name, number, expected in found:
             assert number == pytest.approx(expected, rel=1e-10, abs=1e-14), name
 
@@ -287,32 +255,10 @@ def every_refusal():
     return {what: refused(what) for what in REFUSALS}
 
 
-@on_two_and_four
-def test_what_ranks_have_otherwise_is_refused(ranks):
-    for said in run_ranks(ranks, every_refusal, stay=True):
+def test_what_ranks_have_otherwise_is_refused():
+    for said in run_ranks(2, every_refusal, stay=True):
         for what, text in REFUSALS.items():
             assert said[what].startswith(text), (what, said[what])
-
-
-def many_values(most_programs):
-    programs.MOST_PROGRAMS = most_programs
-    _, model, batch = started()
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        parallel = sw.parallelize(model, loss_fn, batch, "single", batch="global")
-        losses = []
-        for step in range(7):
-            model.tau = float(step)
-            losses.append((parallel(batch).item(), loss_fn(model, batch).item()))
-    return losses, [str(w.message) for w in said if "captured anew" in str(w.message)], len(parallel.executions())
-
-
-def test_a_value_that_changes_often_is_warned_of_and_programs_are_forgotten():
-    [(losses, [text], kept)] = run_ranks(1, many_values, 5)
-    for loss, expected in losses:
-        assert loss == pytest.approx(expected, rel=1e-12)
-    assert text.startswith("the model is captured anew for each value of model.tau, 4 times so far")
-    assert kept == 5
 
 
 class Counting(nn.Module):
@@ -372,10 +318,9 @@ def uncaptured(kind):
         return str(error)
 
 
-@on_two_and_four
-def test_a_loss_that_is_no_mean_does_not_fall_back(ranks):
-    for loss, expected in run_ranks(ranks, uncaptured, "mean"):
+def test_a_loss_that_is_no_mean_does_not_fall_back():
+    for loss, expected in run_ranks(2, uncaptured, "mean"):
         assert loss == pytest.approx(expected, rel=1e-12)
     for kind in ("sum", "masked", "weighted"):
-        for said in run_ranks(ranks, uncaptured, kind):
+        for said in run_ranks(2, uncaptured, kind):
             assert "it is no mean over samples" in said

@@ -18,6 +18,8 @@ from shardwright.data.loading.batch import Batch
 from shardwright.errors import CaptureError, ShardwrightError, UsageError
 from shardwright.runtime.parallel import EagerFallback
 
+GRID = {"mesh": "dp=2,tp=2", "search": "propagation"}
+
 
 def full(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
@@ -58,15 +60,12 @@ def one_step(kind, mode, options, rows):
     return loss.item(), {n: full(p.grad) for n, p in parallel.named_parameters()}, logits.shape[0], predicted
 
 
-@pytest.mark.parametrize("rows", [pytest.param(16, marks=pytest.mark.slow), 7, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "kind", [*(pytest.param(kind, marks=pytest.mark.slow) for kind in ("global", "loader")), "local"]
-)
-@pytest.mark.parametrize(
-    ("mode", "options"),
+    ("kind", "mode", "options", "rows"),
     [
-        pytest.param("data", {}, marks=pytest.mark.slow),  # the loader's tests and the examples have it
-        ("auto", {"mesh": "dp=2,tp=2", "search": "propagation"}),
+        ("local", "auto", GRID, 7),
+        pytest.param("loader", "auto", GRID, 3, marks=pytest.mark.slow),
+        pytest.param("global", "data", {}, 3, marks=pytest.mark.slow),
     ],
 )
 def test_a_batch_of_any_shape_given_in_any_way(kind, mode, options, rows):
@@ -104,13 +103,8 @@ def accumulated(micro_batches, gradients, mode, options):
 
 
 @pytest.mark.parametrize(
-    ("mode", "options"),
-    [
-        pytest.param("data", {}, marks=pytest.mark.slow),
-        ("auto", {"mesh": "dp=2,tp=2", "search": "propagation"}),
-    ],
+    ("mode", "options", "gradients"), [("auto", GRID, "mean"), pytest.param("data", {}, "sum", marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("gradients", ["mean", pytest.param("sum", marks=pytest.mark.slow)])
 def test_accumulation_clipping_sums_and_frozen_parameters(mode, options, gradients):
     [(norm, expected)] = run_ranks(1, accumulated, 3, "mean", "single", {})
     for their_norm, theirs in run_ranks(4, accumulated, 3, gradients, mode, options):
@@ -397,29 +391,3 @@ def test_batch_statistics_per_replica_are_those_of_each_part():
             torch.testing.assert_close(ours[name], tensor, rtol=1e-11, atol=1e-12)
     (whole, halves), *_ = run_ranks(2, with_batch_norm, "global")
     assert abs(float(whole["loss"] - halves["loss"])) > 1e-6
-
-
-def evaluated_under_a_given_plan(path):
-    torch.set_num_threads(1)
-    torch.set_default_dtype(torch.float64)
-    world = sw.init()
-    sw.set_seed(1)
-    make, loss_fn, batch_of = NETWORKS["transformer"]
-    options = {"mesh": "dp=2,tp=2", "search": "propagation"} if world.size == 4 else {}
-    model, batch = make(), batch_of(8)
-    parallel = sw.parallelize(model, loss_fn, batch, "auto" if options else "single", batch="global", **options)
-    if options:
-        if world.rank == 0:
-            parallel.plan.save(path)
-        torch.distributed.barrier()
-        sw.set_seed(1)
-        parallel = sw.parallelize(make(), loss_fn, batch, batch="global", plan=path)
-    return parallel.eval()(batch_of(8, 1)).item()
-
-
-@pytest.mark.slow
-def test_what_comes_after_a_given_plan_is_planned_on_its_mesh(tmp_path):
-    [expected] = run_ranks(1, evaluated_under_a_given_plan, "")
-    assert run_ranks(4, evaluated_under_a_given_plan, str(tmp_path / "plan.json")) == pytest.approx(
-        [expected] * 4, rel=1e-10
-    )

@@ -3,7 +3,6 @@
 import json
 import platform
 from dataclasses import fields, replace
-from datetime import datetime
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,6 @@ from shardwright.compiler.mesh.mesh import Axis, Link, Mesh
 from shardwright.compiler.plan.make import make_plan
 from shardwright.compiler.plan.pricing.graph import RuledGraph
 from shardwright.compiler.plan.request import PlanRequest
-from shardwright.errors import PlanError
 from shardwright.runtime.programs import plan_cache
 
 
@@ -64,26 +62,6 @@ def test_a_plan_is_made_once_for_a_question(graph):
     assert (made, made_again) == (True, False)
     assert again == first
     assert ask(graph, PlanRequest(Mesh.of(ranks=4), "data"))[1]
-
-
-@pytest.mark.parametrize(("mode", "searched"), [("data", False), ("auto", True)])
-def test_who_looks_is_told_of_a_search_that_was_saved_and_how_to_search_anew(graph, capsys, mode, searched):
-    request, say = PlanRequest(Mesh.of(ranks=2), mode), plan_cache.SaidOnce()
-    ask(graph, request, say)
-    assert capsys.readouterr().err == ""
-    ask(graph, request, say)
-    [path] = plan_cache.cache_directory().iterdir()
-    day = datetime.fromtimestamp(path.stat().st_mtime)
-    said = (
-        f"shardwright: nothing was searched: an earlier start found this plan on {day:%Y-%m-%d at %H:%M}; delete "
-        f"{path} to search anew\n"
-    )
-    assert capsys.readouterr().err == said * searched
-    assert not ask(graph, request, say)[1]  # as for another model, of which the same process says nothing more
-    assert capsys.readouterr().err == ""
-    path.unlink()
-    assert ask(graph, request, plan_cache.SaidOnce())[1]
-    assert capsys.readouterr().err == ""
 
 
 OTHER_CODE = {
@@ -261,19 +239,3 @@ def test_a_folder_where_others_may_write_is_not_used(graph, tmp_path, monkeypatc
     assert ask(graph)[1]
     assert not ask(graph)[1]
     assert len([*(tmp_path / "tmp").glob("shardwright-*/plans/*.json")]) == 1
-
-
-def test_a_folder_that_cannot_be_written_is_no_obstacle(graph, tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert ask(graph)[1]
-    assert ask(graph)[1]
-
-
-def test_what_cannot_be_planned_is_not_remembered(graph):
-    def fail(captured, asked):
-        raise PlanError("no")
-
-    for _ in range(2):
-        with pytest.raises(PlanError, match="no"):
-            plan_cache.remembered(graph, REQUEST, fail)

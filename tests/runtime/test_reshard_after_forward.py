@@ -1,6 +1,5 @@
 """Parameters that are stored split and gathered where they are used: whole only while an operator needs them."""
 
-import copy
 from dataclasses import replace
 from functools import partial
 
@@ -10,7 +9,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import shardwright as sw
-from models import NETWORKS
 from ranks import run_ranks
 from shardwright.common.torch_private import MemoryOf
 from shardwright.compiler.capture.step import captured_step
@@ -24,7 +22,7 @@ from shardwright.errors import PlanError, UsageError
 from shardwright.runtime.programs.buckets import GradientReduction
 from shardwright.runtime.programs.execute import Execution, StepArguments
 from shardwright.runtime.programs.resharded import ReshardAfterForward
-from whole import communicated, losses_of, plan_of, planned, run, same
+from whole import communicated, plan_of, planned, run, same
 
 WIDTH, ROWS = 48, 96
 
@@ -67,20 +65,6 @@ def test_what_is_gathered_again_is_what_was_kept_and_is_planned(monkeypatch):
     assert gathers == first + 2 * second  # the input of the first layer has no gradient, for which it would be needed
     assert communicated(again, model, batch, monkeypatch) == planned(again)
     assert type(again).from_json(again.to_json(), again.graph) == again
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["resnet", "transformer"])
-def test_any_value_that_only_moves_can_be_moved_again(name, monkeypatch):
-    torch.manual_seed(0)
-    make, of_batch, batch_of = NETWORKS[name]
-    model, batch = make(), batch_of(8)
-    kept = plan_of(model, of_batch, batch, Mesh.of(a=2, b=2), "auto", search="propagation")
-    again = replace(kept, again=frozenset(kept.capture.values))
-    repeated = [t.value for t in again.transfers if again.gathers_again(t)]
-    assert {again.capture.values[value].kind for value in repeated} >= {"result"}
-    same(run(again, model, batch), run(kept, model, batch), 0.0)
-    assert communicated(again, model, batch, monkeypatch) == planned(again)
 
 
 def in_groups(mesh):
@@ -154,37 +138,6 @@ def test_parameters_that_change_before_the_backward_are_refused(made, monkeypatc
         UsageError, match=r"was changed (in place|between).*call backward\(\) before optimizer.step\(\)"
     ):
         stepped(plan, model, batch, monkeypatch, change)
-
-
-def train(memory):
-    model, batch = network()
-    parallel = sw.parallelize(model, loss_fn, batch, memory=memory, batch="global")
-    losses = losses_of(parallel, torch.optim.AdamW(parallel.parameters(), lr=1e-3), batch)
-    held = parallel.plan.held.total
-    return losses, held, {n: t.clone() for n, t in parallel.full_state_dict().items()}
-
-
-def on_two_ranks(memory):
-    sw.init()
-    return train(memory)
-
-
-def alone():
-    model, batch = network()
-    model = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return losses_of(partial(loss_fn, model), optimizer, batch), model.state_dict()
-
-
-@pytest.mark.slow
-def test_two_ranks_train_within_a_budget_as_one_device():
-    memory = 190_000  # data parallelism holds 252 kB
-    for losses, held, state in run_ranks(2, on_two_ranks, memory):
-        expected, parameters = alone()
-        assert held <= memory
-        assert losses == pytest.approx(expected, rel=1e-5)
-        for name, tensor in parameters.items():
-            torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=1e-5)
 
 
 def with_larger_batches(memory):

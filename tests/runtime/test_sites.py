@@ -12,7 +12,6 @@ from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.mesh.simulate import SimulatedCommunicator
 from shardwright.compiler.plan.make import make_plan
 from shardwright.compiler.plan.request import PlanRequest
-from shardwright.runtime.programs.sites import labels
 from whole import run, same
 
 
@@ -74,24 +73,3 @@ def test_every_collective_names_its_operator_in_both_directions(case, seen, monk
     assert any(site.startswith("the gradients of ") and "layers.0.weight" in site for site in backward)
     monkeypatch.delenv(PULSE_VARIABLE)
     same(run(plan, model, batch), watched, tolerance=0)
-
-
-def test_nothing_is_told_where_nobody_watches(case, seen, monkeypatch):
-    monkeypatch.delenv(PULSE_VARIABLE)
-    run(*case)
-    assert seen
-    assert {site for _, site, _ in seen} == {""}
-
-
-def test_the_words_of_each_kind_of_instruction(case):
-    plan, _, _ = case
-    program = lower(plan, 0)
-    words = {}
-    for at, instruction in enumerate(program.instructions):
-        forward, backward = labels(program, at)
-        assert int.from_bytes(forward[:8], "little") == at + 1
-        assert int.from_bytes(backward[:8], "little") == 2 * len(program.instructions) - at
-        words.setdefault(instruction.kind, []).append([b[8:].rstrip(b"\0").decode() for b in (forward, backward)])
-    assert ["relu of the loss function", "the backward of relu of the loss function"] in words["operator"]
-    assert all(forward == "" and backward.startswith("the gradients of ") for forward, backward in words["bucket"])
-    assert all(forward for forward, _ in words["redistribution"])

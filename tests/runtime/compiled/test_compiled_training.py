@@ -41,19 +41,12 @@ def losses(name, mode, options):
     return found
 
 
-TENSOR = {"pins": {"layers.0": ((1, 1), (2, 1), None)}, "mesh": "tp=2"}
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("name", "mode", "options"),
     [
-        ("perceptron", "data", {}),
-        ("perceptron", "semi-auto", TENSOR),
-        ("transformer", "data", {}),
         ("transformer", "auto", {}),
-        ("transformer", "data", {"recompute": "layers.*"}),
         ("resnet", "data", {}),
     ],
 )

@@ -12,7 +12,7 @@ import shardwright as sw
 from models import Branching, Transformer, classify, next_token, perceptron_batch, transformer_batch
 from ranks import run_ranks
 from shardwright.errors import UsageError
-from shardwright.runtime.checks.check import FIRST, Turns
+from shardwright.runtime.checks.check import Turns
 from shardwright.runtime.checks.digests import sum_of_words
 from shardwright.runtime.checks.replicas import _difference, _sketch
 from shardwright.runtime.updates.optimizer_steps import made_steps
@@ -137,23 +137,6 @@ def test_what_is_done_on_one_rank_alone_is_refused_on_all_until_they_are_alike_a
         assert mended == ""
 
 
-def drifted_under_autocast():
-    """What is said where gradients are summed in another dtype than the parameters'."""
-    rank = sw.init().rank
-    with torch.autocast("cpu", torch.bfloat16):
-        parallel, batch = made(rank, Normal, DATA)
-        first = said(lambda: parallel(batch))
-        noise(parallel, batch, rank)
-        return first, said(lambda: parallel(batch))
-
-
-def test_weights_that_are_cast_are_compared_as_others():
-    for first, then in run_ranks(2, drifted_under_autocast):
-        assert first == ""
-        assert WEIGHT in then
-        assert " more of its tensors do" not in then
-
-
 SPLIT = {"mode": "auto", "mesh": "dp=2,tp=2", "search": "propagation"}
 
 
@@ -268,68 +251,6 @@ def test_other_steps_of_parts_that_each_rank_holds_alone_are_refused():
         assert said == again
         assert expected in said
         assert bool(expected) == bool(said)
-
-
-OPTIMIZERS = {
-    "sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
-    "adam": lambda p: torch.optim.Adam(p, 1e-2, amsgrad=True),
-    "adafactor": lambda p: torch.optim.Adafactor(p, 1e-2),
-    "muon": lambda p: torch.optim.Muon([x for x in p if x.ndim == 2], 1e-2),
-}
-
-
-def alike(model, options, loss_fn, batch):
-    """Whether correct scripts run: of each optimizer, of own counts, roundings on one rank, NaN on all."""
-    rank = sw.init().rank
-    parallel, batch = made(rank, model, options, loss_fn, batch)
-    if isinstance(parallel.module, Normal):
-        parallel.module.counted += rank
-    for make in OPTIMIZERS.values():
-        parallel._replicas._turns = Turns()
-        optimizer = make(list(parallel.parameters()))
-        for _ in range(FIRST + 1):
-            step(parallel, batch, optimizer)
-    parallel._replicas._turns = Turns()
-    for change in (lambda x: x * (1 + 1e-6 * rank), lambda x: x + torch.nan):
-        with torch.no_grad():
-            for parameter in parallel.parameters():
-                part = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-                part.copy_(change(part))
-        assert parallel._replicas.due is False
-        parallel(batch)
-    return True
-
-
-@pytest.mark.parametrize(
-    ("model", "options", "loss_fn", "batch"),
-    [
-        (Normal, DATA, classify, perceptron_batch(7)),
-        (Normal, DATA | {"batch_norm": "per-replica"}, classify, perceptron_batch(7)),
-        (Branching, DATA, classify, perceptron_batch(7)),
-        pytest.param(
-            Transformer,
-            {"mode": "auto", "mesh": "tp=2", "search": "propagation"},
-            next_token,
-            transformer_batch(6),
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_correct_scripts_go_on(model, options, loss_fn, batch):
-    assert run_ranks(2, alike, model, options, loss_fn, batch) == [True] * 2
-
-
-def single(rank_changes):
-    rank = sw.init().rank
-    parallel, batch = made(rank, Normal, {"mode": "single"})
-    if rank_changes:
-        another_rate(parallel, batch, rank)
-    return said(lambda: parallel(batch)), parallel._replicas.due
-
-
-def test_ranks_that_train_for_themselves_are_not_compared():
-    assert run_ranks(2, single, True) == [("", False)] * 2
-    assert run_ranks(1, single, True) == [("", False)]
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.float16, torch.uint8, torch.bool])

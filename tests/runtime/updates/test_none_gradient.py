@@ -38,7 +38,6 @@ def loss_of(model, batch):
     return difference.square().mean(), {"mask": mask, "loud": mask.exp()}
 
 
-UNTRAINED = ("goal", "mask", "scale")
 PLANS = {
     "data": {"mode": "data"},
     "split": {"hardware": "split"},

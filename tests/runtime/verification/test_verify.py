@@ -204,30 +204,6 @@ def test_frozen_parameters_and_infinite_buffers_are_compared_and_nan_is_no_proof
         assert kinds_with_nan["loss"] == (False, True)
 
 
-class OwnDtype(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return torch.matmul(x.to(torch.float32), self.layer.weight)
-
-
-def in_its_own_dtype_only():
-    sw.init()
-    model, batch = OwnDtype(), torch.randn(4, 4)
-    with pytest.raises(sw.errors.ShardwrightError) as error:
-        verify(model, lambda model, x: model(x).sum(), batch)
-    return str(error.value), verify(model, lambda model, x: model(x).sum(), batch, dtypes=("float32",)).ok
-
-
-def test_a_model_that_knows_one_dtype_is_verified_in_that():
-    [(message, ok)] = run_ranks(1, in_its_own_dtype_only)
-    assert message.startswith("in float64: ")
-    assert message.endswith("To leave float64 out, name the others: dtypes=('float32',)")
-    assert ok
-
-
 def test_differences_of_entries_that_are_not_finite():
     a = torch.tensor([1.0, math.inf, math.nan, math.inf, math.nan, -math.inf])
     b = torch.tensor([3.0, math.inf, math.nan, 1.0, 1.0, math.inf])
