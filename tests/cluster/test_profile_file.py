@@ -1,8 +1,6 @@
 """Hardware profiles as files: they come back equal, say what is wrong in them, and price what the planner asks."""
 
 import json
-import math
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,20 +11,16 @@ from torch import nn
 import shardwright as sw
 from mutated import mutations
 from ranks import run_ranks
-from shardwright.compiler.mesh.mesh import Axis, Link, Mesh
+from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.mesh.redistribute import Collective
 from shardwright.compiler.plan.pricing.cost import Seconds
 from shardwright.compiler.plan.pricing.hardware import (
     Hardware,
-    Updating,
-    for_device,
     read_hardware,
     shipped,
-    shipped_names,
 )
-from shardwright.compiler.plan.pricing.links import Curve, LinkCost, Segment, link_along
+from shardwright.compiler.plan.pricing.links import Curve, LinkCost, Segment
 from shardwright.distributed.backends.table import BACKENDS
-from shardwright.distributed.gradients import BUCKET_BYTES
 from shardwright.distributed.world import World
 from shardwright.errors import UsageError
 from shardwright.runtime.programs.planner import hardware_of
@@ -56,19 +50,6 @@ def test_a_profile_comes_back_equal(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["hardware.json"]
 
 
-LATER = ("at_once", "hides_gradients", "backend", "updates", "split_s", "around_s")
-
-
-def test_a_profile_of_an_earlier_release_says_nothing_of_what_goes_on_at_once():
-    """It is priced as it was: an operator takes the longest of its parts, no gradient is hidden, nothing is around."""
-    updates = Updating(0, 2e9), Updating(2, 1e9, 3e-6)
-    made = hardware(at_once=0.2, hides_gradients=0.4, backend="gloo", updates=updates, split_s=1e-6, around_s=1e-4)
-    text = made.to_json()
-    assert Hardware.from_json(text) == made
-    found = {key: value for key, value in json.loads(text).items() if key not in LATER}
-    assert Hardware.from_json(json.dumps(found)) == hardware()
-
-
 SHIPPED = ("a100", "cpu_host", "cpu_host_shm", "h100", "h200", "v100")
 
 
@@ -85,40 +66,6 @@ def test_shipped_profiles_name_their_sources(name):
         assert found.collective_s(kind, MIB, 2, "inside") <= found.collective_s(kind, MIB, 2, "between")
 
 
-def test_all_files_of_the_folder_were_looked_at():
-    assert shipped_names() == SHIPPED
-
-
-def test_newer_gpus_are_faster():
-    flops = [shipped(name).flops_in(torch.float16) for name in ("cpu_host", "v100", "a100", "h100")]
-    assert flops == sorted(flops)
-    assert shipped("h200").memory_bandwidth > shipped("h100").memory_bandwidth
-
-
-@pytest.mark.parametrize(
-    ("device", "told", "name"),
-    [
-        ("cpu", "", "cpu_host"),
-        ("cuda", "NVIDIA H200", "h200"),
-        ("cuda", "NVIDIA A100-SXM4-80GB", "a100"),
-        ("cuda", "Tesla V100-SXM2-16GB", "v100"),
-        ("cuda", "NVIDIA H100 80GB HBM3", "h100"),
-        ("cuda", "", "h100"),
-    ],
-)
-def test_the_profile_of_a_device(device, told, name):
-    assert for_device(device, lambda: told).name == name
-
-
-def test_shared_memory_has_a_profile_of_its_own():
-    found = for_device("cpu", backend="shm")
-    assert (found.name, found.backend) == ("cpu_host_shm", "shm")
-    times = [each.collective_s("all_reduce", 4096, 2, "inside") for each in (found, shipped("cpu_host"))]
-    assert 2 * times[0] < times[1]
-    assert (read_hardware("cpu"), read_hardware("cpu", "gloo")) == (found, shipped("cpu_host"))
-    assert for_device("cpu", backend="mpi") == for_device("cpu", backend="gloo") == shipped("cpu_host")
-
-
 @pytest.mark.parametrize("hosts", ["aa", "ab"])
 @pytest.mark.parametrize("backend", ["gloo", "shm", "mpi"])
 def test_gradients_are_priced_in_the_buckets_in_which_they_travel(backend, hosts):
@@ -127,68 +74,6 @@ def test_gradients_are_priced_in_the_buckets_in_which_they_travel(backend, hosts
     row = BACKENDS[backend]
     for asked in (None, hardware(), hardware(backend="gloo")):
         assert hardware_of(world, asked).buckets == (row.buckets if hosts == "aa" else row.buckets_between)
-
-
-@pytest.mark.parametrize(
-    "told", ["NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA GH200 480GB", "NVIDIA RTX A1000", "NVIDIA H200 NVL",
-             "NVIDIA A100-PCIE-40GB", "NVIDIA A100-SXM4-80GB MIG 1g.10gb", "Some GPU"],
-)  # fmt: skip
-def test_a_gpu_of_which_nothing_is_shipped_is_told(told):
-    with pytest.warns(UserWarning, match=f"no figures for {re.escape(told)} are shipped.*--save-profile"):
-        assert for_device("cuda", lambda: told).name == "h100"
-
-
-def broken(path, value):
-    """The JSON of `hardware` with one entry changed; None removes it."""
-    found = json.loads(hardware().to_json())
-    inner = found
-    for step in path[:-1]:
-        inner = inner[step]
-    if value is None:
-        del inner[path[-1]]
-    else:
-        inner[path[-1]] = value
-    return json.dumps(found)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "is no JSON"),
-        ("[]", 'an object with "format": .* it is \\[\\], expected an object'),
-        (broken(["format"], "other"), "is no hardware profile"),
-        (broken(["version"], 9), "has version 9 of the format, this program reads 1"),
-        (broken(["flops"], {"float64": 1e9}), 'flops needs a figure for "float32"'),
-        (broken(["flops", "float32"], -1), "float32 is -1.0; expected a number above 0"),
-        (broken(["memory_bandwidth"], None), "it lacks memory_bandwidth"),
-        (broken(["launch_s"], "fast"), "launch_s is 'fast', expected a number"),
-        (broken(["around_s"], -1), "around_s is -1.0; expected a number from 0 on"),
-        (broken(["updates"], [{"per_entry": -1, "bandwidth": 1}]), r"updates\[0\].per_entry is -1; expected a number"),
-        (broken(["updates"], [{"per_entry": 1, "bandwidth": 0}]), "bandwidth is 0.0; expected a number above 0"),
-        (broken(["updates"], [{"per_entry": 1}]), r"updates\[0\] lacks bandwidth"),
-        (broken(["at_once"], 1.5), "at_once is 1.5; expected a number from 0 to 1"),
-        (broken(["hides_gradients"], "some"), "hides_gradients is 'some', expected a number"),
-        (broken(["links", 0, "where"], "beside"), r"links\[0\].where is 'beside', expected 'inside' or 'between'"),
-        (broken(["links", 0, "ranks"], 1), "a link is among 1 ranks; expected 2 or more"),
-        (broken(["links", 1], None), "the links inside hosts lack all_gather"),
-        (broken(["links", 0, "segments"], []), "begin with from_bytes 0"),
-        (broken(["links", 0, "segments", 0, "from_bytes"], 5), "begin with from_bytes 0"),
-        (broken(["links", 0, "segments", 0, "bandwidth"], 0), r"bandwidth=0.0\); expected bytes, seconds"),
-        (broken(["links", 0, "segments", 1, "from_bytes"], 0), "the segments of a curve rise: 0 follows 0"),
-        (broken(["links", 0, "segments", 0, "latency_s"], -1.0), "takes no time"),
-        (broken(["links", 0, "segments", 1, "latency_s"], -1e-3), "takes no time|less time"),
-        (broken(["links", 0, "points"], [1]), r"points\[0\] is 1, expected a list of 2: a whole number, a number"),
-        (broken(["ranks_per_host"], 0), "ranks_per_host is 0; expected a whole number from 1 on, or null"),
-        (broken(["links", 9, "per_host"], 0), "per_host is 0 of 8 ranks; expected 1 or more"),
-        (broken(["links", 9, "per_host"], 8), "per_host is 8 of 8 ranks; expected 1 or more, and fewer than all"),
-    ],
-)  # fmt: skip
-def test_what_is_wrong_in_a_file(text, message, tmp_path):
-    path = tmp_path / "f.json"
-    path.write_text(text)
-    with pytest.raises(UsageError, match=message) as caught:
-        Hardware.load(path)
-    assert str(path) in str(caught.value)
 
 
 def test_no_form_of_a_file_raises_another_error():
@@ -210,54 +95,6 @@ def test_no_form_of_a_file_raises_another_error():
     assert "['launch_s'] = 1.5" in accepted
 
 
-def test_what_is_no_hardware(tmp_path):
-    with pytest.raises(
-        UsageError, match=r"tpu is no hardware that is known; type one of cpu, a100, cpu_host, cpu_host_shm, h100"
-    ):
-        read_hardware("tpu")
-    with pytest.raises(UsageError, match=r"cannot read the hardware profile .*gone.json: No such file"):
-        read_hardware(tmp_path / "gone.json")
-    with pytest.raises(UsageError, match=r"cannot write the profile .*: No such file"):
-        hardware().save(tmp_path / "gone" / "h.json")
-
-
-def test_a_curve_has_the_segment_of_its_bytes():
-    curve = Curve((Segment(0, 1.0, 10.0), Segment(100, -9.0, 5.0)))
-    assert [curve.seconds(b) for b in (0, 50, 99, 100, 200)] == [1.0, 6.0, 10.9, 11.0, 31.0]
-    with pytest.raises(UsageError, match="more bytes would take less time at 100 bytes"):
-        Curve((Segment(0, 1.0, 10.0), Segment(100, 0.0, 10.0)))
-
-
-def test_other_numbers_of_ranks_take_the_next_smaller_one():
-    found = hardware()
-    # Measured at 8: as it stands; at 16: as many bytes sent by a rank take as long, and one step of a tree more.
-    assert found.collective_s("all_reduce", MIB, 8, "inside") == 5e-4 + MIB / 2e9
-    at_16 = 5e-4 + MIB * (15 / 16) / (7 / 8) / 2e9 + 5e-4 * (math.log2(16) / 3 - 1)
-    assert found.collective_s("all_reduce", MIB, 16, "inside") == pytest.approx(at_16)
-    # 4 is nearer to 8, but the next smaller number counts.
-    at_4 = 1e-4 + MIB * 1.5 / 1e9 + 1e-4
-    assert found.collective_s("all_reduce", MIB, 4, "inside") == pytest.approx(at_4)
-    assert found.shared_s("all_reduce", MIB, 2, "inside") == pytest.approx((1e-4 + BUCKET_BYTES / 1e9) / 32)
-
-
-def test_where_the_groups_of_an_axis_stand():
-    mesh = Mesh.of(pp=2, dp=3, tp=4)
-    found = {axis: [link_along(mesh, [axis], n) for n in (1, 4, 6, 12, 24)] for axis in mesh.names}
-    inside, between = "inside", "between"
-    assert found["tp"] == [between, inside, between, inside, inside]
-    assert found["dp"] == [between, between, between, inside, inside]
-    assert found["pp"] == [between, between, between, between, inside]
-    assert link_along(mesh, ["pp", "tp"], None) == inside
-    assert link_along(Mesh.of(dp=1, tp=4), ["dp", "tp"], 4) == inside
-
-
-@pytest.mark.parametrize(
-    ("hosts", "per_host"), [("aaaa", None), ("aabb", 2), ("abab", 1), ("aaab", 1), ("abcd", 1), ("aabbcc", 2)]
-)
-def test_hosts_as_they_are(hosts, per_host):
-    assert hardware().on_hosts(list(hosts)).ranks_per_host == per_host
-
-
 def test_groups_between_hosts_share_the_network_of_a_host():
     """Eight groups with a rank of each host have an eighth of what one group of all ranks has, and two a half."""
     a100 = Seconds(replace(shipped("a100"), ranks_per_host=8))
@@ -273,14 +110,6 @@ def test_groups_between_hosts_share_the_network_of_a_host():
     assert sent_beside == pytest.approx(sent_alone, rel=0.01)
 
 
-def test_a_link_that_was_not_measured_is_said():
-    alone = replace(hardware(), links=tuple(c for c in hardware().links if c.where == "inside"))
-    with pytest.raises(
-        UsageError, match=r"the hardware profile h knows inside, but a group .* is between hosts; run `s"
-    ):
-        alone.collective_s("all_reduce", 1, 2, "between")
-
-
 def test_the_cost_asks_the_curve_of_kind_link_and_ranks():
     cost = Seconds(hardware())
     mesh = Mesh.of(dp=2, tp=2, ep=2)  # 4 ranks per host: ep and tp inside, dp between
@@ -290,16 +119,6 @@ def test_the_cost_asks_the_curve_of_kind_link_and_ranks():
     assert prices[("tp",)] == 2e-4 + MIB / 1e9
     assert prices[("dp",)] == 2e-3 + MIB / 1e9
     assert prices[("tp", "ep")] == pytest.approx(2e-4 + MIB * 1.5 / 1e9 + 2e-4)
-
-
-def test_an_axis_with_a_link_of_its_own_does_not_ask():
-    cost = Seconds(hardware())
-    mesh = Mesh((Axis("dp", 2, Link(1.0, 1e6)), Axis("tp", 2)))
-    sent = Collective("all_reduce", ("dp",), MIB).sent_bytes(mesh)
-    assert cost.collective(Collective("all_reduce", ("dp",), MIB), mesh) == 1.0 + sent / 1e6
-    assert cost.collective(Collective("all_reduce", ("tp",), MIB), mesh) == 1e-4 + MIB / 1e9
-    both = cost.collective(Collective("all_reduce", ("dp", "tp"), MIB), mesh)
-    assert both == 1.0 + MIB * 1.5 / 1e6
 
 
 def slow_links(factor):

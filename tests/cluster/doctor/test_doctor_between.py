@@ -1,14 +1,13 @@
 """Findings between hosts, from what recorded hosts said of each other."""
 
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from recorded_hosts import GPUS, altered, recorded
 
 from shardwright.cluster.doctor.checks.between import check_between
 from shardwright.cluster.doctor.finding import Severity
-from shardwright.cluster.doctor.reach import MOST_PAIRED, Cluster, Route, TcpAttempt, _ways, others_of, with_way_out
+from shardwright.cluster.doctor.reach import Cluster, Route, TcpAttempt
 from shardwright.cluster.doctor.reading import CommandResult
 from shardwright.launch.hosts.hosts import Hosts
 
@@ -127,87 +126,3 @@ def test_what_is_wrong_between_hosts_is_found_and_nothing_else(wrong):
     assert words in bad[0].finding.text
     assert any(line in typed for typed in bad[0].finding.remedy)
     assert subprocess.run(["sh", "-n"], input="\n".join(bad[0].finding.remedy), text=True).returncode == 0
-
-
-def test_all_is_well():
-    found = check_between(three())
-    assert {one.finding.severity for one in found} == {OK}
-    assert [one.name for one in found] == ["versions", "clock", "names", "ports", "MTU", "ssh"]
-
-
-def test_of_many_hosts_it_is_said_how_many_ways_were_tried():
-    names = [f"n{number}" for number in range(MOST_PAIRED + 1)]
-    at = dict(zip(names, (f"10.0.0.{number}" for number in range(1, 99)), strict=False))
-    readings = {name: altered(host("a"), facts={"addresses": [["eth0", at[name], 0]]}) for name in names}
-    hosts = Hosts.from_list(",".join(names))
-    ways = {
-        (one.name, other.name): Route((TcpAttempt(at[other.name], "all", at[one.name], ""),), (at[other.name],), GOOD)
-        for one in hosts
-        for other in others_of(one, hosts.hosts)
-    }
-    found = check_between(Cluster(hosts, readings, ahead_s=dict.fromkeys(names, 0.0), ways=ways))
-    said = {one.name: one.finding.text for one in found if one.finding.severity == OK}
-    assert said["names"] == "every name that was asked for is known (39 of 156 ways)"
-    assert said["ports"] == "TCP in all directions that were tried (39 of 156 ways), by eth0"
-    assert said["MTU"].startswith("1500 on all ways that were tried (39 of 156 ways), and")
-    assert said["ssh"] == "without a password, all ways that were tried (39 of 156 ways)"
-
-
-def test_the_interface_that_leads_to_all_others_is_known_of_a_host():
-    """A bridge for containers leads nowhere, one network not to all; of two that do, the faster one."""
-    speeds = {"docker0": ("172.17.0.1", 0), "eth0": ("10.0.0.1", 1000), "eth1": ("10.1.0.1", 25_000)}
-    reading = host("a", addresses=[[name, *rest] for name, rest in speeds.items()])
-
-    def tried(*ends):
-        bridge = TcpAttempt("172.17.0.1", "another", "172.17.0.1", "")
-        return Route((bridge, *(TcpAttempt("x", "all", end, "") for end in ends)), (), GOOD)
-
-    def leads(**ways):
-        return with_way_out(reading, {(reading.name, there): way for there, way in ways.items()}).facts["leads_out"]
-
-    assert leads(b=tried("10.1.0.1", "10.0.0.1"), c=tried("10.0.0.1", "10.1.0.1")) == "eth1"
-    assert leads(b=tried("10.1.0.1", "10.0.0.1"), c=tried("10.0.0.1")) == "eth0"
-    assert leads(b=tried()) is None
-    assert leads() is None
-
-
-@pytest.mark.parametrize(
-    ("bad", "unknown"),
-    [
-        ({"files": {"/sys/class/net/eth0/mtu": "big"}}, {"MTU": ("b",)}),
-        ({"facts": {"addresses": 3}}, {"MTU": ("b",), "ports": ("a", "b", "c")}),
-        ({"facts": {"addresses": [["eth0"], 7]}}, {"MTU": ("b",), "ports": ("a", "b", "c")}),
-        ({"commands": {"mpirun --version": CommandResult(1, "", "broken")}}, {"MPI": ("b",)}),
-    ],
-)
-def test_what_is_said_in_another_form_is_unknown_and_hides_nothing_else(bad, unknown):
-    found = check_between(three(b=altered(host("b"), **bad), ahead_s={"c": 40.0}))
-    assert {one.name: one.hosts for one in found if one.finding.severity == UNKNOWN} == unknown
-    assert [one.name for one in found if one.finding.severity == PROBLEM] == ["clock"]
-
-
-class Answering:
-    """A host that answers everything in the same way."""
-
-    def __init__(self, answer):
-        self.answer = answer
-
-    def ask(self, order):
-        return self.answer
-
-
-def test_a_host_that_tells_nothing_of_its_ways_is_silent():
-    good = {"tcp": [], "addresses": [], "ssh": {"code": 0, "out": "", "err": ""}}
-    opened = {"a": Answering({"b": good}), "b": Answering({"a": {"tcp": 3}})}
-    silent = {}
-    with ThreadPoolExecutor(2) as pool:
-        readings = {name: host(name) for name in "ab"}
-        ways = _ways(Hosts.from_list("a,b").hosts, readings, {"a": 1, "b": 1}, opened, silent, pool)
-    assert list(ways) == [("a", "b")]
-    assert silent["b"].startswith("it was looked at, but then answered in another form than expected: TypeError(")
-
-
-def test_what_cannot_be_read_of_a_host_is_unknown():
-    found = check_between(three(b=altered(host("b"), facts={"packages": None, "python": 3})))
-    unknown = {one.name: one.hosts for one in found if one.finding.severity == UNKNOWN}
-    assert unknown == dict.fromkeys(("Python", "torch", "shardwright", "numpy"), ("b",))

@@ -1,20 +1,16 @@
 """Each check on a recorded host as it was, with something wrong, and with something that cannot be read."""
 
-import os
 import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
 from recorded_hosts import GPUS, LINKS, altered, recorded
 
-from shardwright.cluster.doctor import probe, sources
+from shardwright.cluster.doctor import sources
 from shardwright.cluster.doctor.checks import CHECKS
-from shardwright.cluster.doctor.checks.gpus import DRIVER_CUDA, newest_cuda
 from shardwright.cluster.doctor.finding import Severity, examine
 from shardwright.cluster.doctor.reading import CommandResult
-from shardwright.launch.options.carrier_facts import find_mpirun
 
 IB, NET, CPU = "/sys/class/infiniband/mlx5_0/ports/1", "/sys/class/net", "/sys/devices/system/cpu/cpu0/cpufreq"
 OK, NOTE, UNKNOWN, WARNING, PROBLEM = Severity
@@ -292,69 +288,9 @@ def test_npus_and_infiniband_are_found_by_what_their_tools_print():
     assert (worse.severity, worse.text) == (PROBLEM, "NPU 1 says Warning")
 
 
-def test_driver_and_cuda():
-    """Some rows of NVIDIA's table, and branches between them."""
-    pairs = {
-        "470.57.02": (11, 4),
-        "450.80.02": (11, 0),
-        "535.129.03": (12, 2),
-        "550.54.14": (12, 4),
-        "580.65.06": (13, 0),
-    }
-    assert {driver: newest_cuda(driver) for driver in pairs} == pairs
-    assert list(DRIVER_CUDA.values()) == sorted(DRIVER_CUDA.values())
-
-
 def test_what_is_to_be_typed_can_be_pasted(tmp_path: Path):
     """A shell understands every line."""
     lines = [line for name, _, _, _, changes in CASES for line in found(name, changes).remedy]
     (tmp_path / "lines.sh").write_text("\n".join(lines))
     done = subprocess.run(["sh", "-n", tmp_path / "lines.sh"], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-VERSIONS = {"nvidia-nccl-cu11": "2.21.5", "nvidia-nccl-cu12": "2.27.5", "nvidia-nccl-cu13": "2.28"}
-
-
-def test_a_program_beside_the_interpreter_is_found_first(tmp_path, monkeypatch):
-    """As `shardwright launch --via mpirun` finds it, whether the environment is active or not."""
-    for folder, version in (("venv", "5.0.8"), ("path", "4.1.2")):
-        (tmp_path / folder).mkdir()
-        program = tmp_path / folder / "mpirun"
-        program.write_text(f"#!/bin/sh\necho mpirun \\(Open MPI\\) {version} $1\n")
-        program.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "venv" / "python"))
-    monkeypatch.setenv("PATH", f"{tmp_path / 'path'}:{os.environ['PATH']}")
-    assert probe._run(sources.MPIRUN)["out"] == "mpirun (Open MPI) 5.0.8 --version\n"
-    assert find_mpirun(os.environ) == str(tmp_path / "venv" / "mpirun")
-    (tmp_path / "venv" / "mpirun").unlink()
-    assert probe._run(sources.MPIRUN)["out"] == "mpirun (Open MPI) 4.1.2 --version\n"
-    assert probe._run(("no-such-program",)) is None
-
-
-def test_torch_is_asked_for_its_architectures_where_there_are_gpus(tmp_path, monkeypatch):
-    monkeypatch.setattr(probe, "_torch_cuda", lambda: "13.0")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert probe._architectures() is None  # no nvidia-smi, and torch is not imported in vain
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    monkeypatch.setattr(probe, "_ARCHITECTURES", "print('sm_80', 'sm_90')")
-    assert probe._architectures() == ["sm_80", "sm_90"]
-    monkeypatch.setattr(probe, "_ARCHITECTURES", "raise SystemExit(1)")
-    assert probe._architectures() is None
-
-
-def test_of_two_nccls_that_of_torchs_cuda_is_loaded_and_shown(monkeypatch):
-    class Distribution:
-        def __init__(self, name):
-            self.version = VERSIONS[name]
-
-        def locate_file(self, path):
-            return f"/{self.version}/{path}"
-
-    loaded = []
-    monkeypatch.setattr(probe.importlib.metadata, "distribution", Distribution)
-    monkeypatch.setattr(probe, "_torch_cuda", lambda: "12.6")
-    monkeypatch.setattr(probe, "_run", lambda words: loaded.append(words[-1]) or {"code": 0, "out": "", "err": ""})
-    assert probe._nccl() == {"package": "nvidia-nccl-cu12", "version": "2.27.5", "loads": True, "said": ""}
-    assert loaded == ["/2.27.5/nvidia/nccl/lib/libnccl.so.2"]

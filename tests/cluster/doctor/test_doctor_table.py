@@ -1,17 +1,12 @@
 """What doctor prints: at 80 columns, as JSON, as a script; and what comes from hosts does nothing there."""
 
 import io
-import json
 from dataclasses import replace
-from functools import cache
 
-from click.testing import CliRunner
 from recorded_hosts import GPUS, altered, recorded
 from rich.console import Console
 
-from shardwright.cli import cli
-from shardwright.cluster.doctor import probe
-from shardwright.cluster.doctor.command import find, fix_script, show, to_json
+from shardwright.cluster.doctor.command import find, fix_script, show
 from shardwright.cluster.doctor.reach import Cluster
 from shardwright.launch.hosts.hosts import Hosts
 
@@ -49,19 +44,6 @@ def test_the_table_has_the_worst_first_and_fits_80_columns():
     assert all(len(line) <= 80 or line.startswith(" " * 11) for line in lines)
 
 
-def test_json_and_the_script_say_the_same():
-    hosts = cluster(a=named("a"), b=altered(named("b"), commands=OLD, facts={"name": "b; reboot", "root": True}))
-    found = find(hosts)
-    said = json.loads(to_json(found, ["a", "b"]))
-    assert (said["worst"], said["findings"][0]["check"], said["findings"][0]["hosts"]) == ("problem", "CUDA", ["b"])
-    script = fix_script(found, hosts.readings)
-    assert "\n'b; reboot')\n  # problem: CUDA: driver 470.57.02 has" in script
-    assert "\n  apt-get install -y nvidia-headless-570-server nvidia-utils-570-server\n" in script
-    assert "whl/cu" not in script  # of no torch, since none that is taken runs on that driver
-    assert "\na)\n" in script
-    assert script.endswith("\nesac\n")
-
-
 def test_the_script_does_nothing_that_a_person_has_not_read():
     reading = altered(named("a"), commands={GPUS: "0, A100, 535.129.03, Enabled, 3\n"})
     reading = altered(reading, facts={"environment": {"NCCL_IB_DISABLE": "1"}}, commands={"mpirun --version": None})
@@ -94,22 +76,3 @@ def test_what_a_host_says_reaches_no_shell_and_no_terminal():
         assert code
         assert all("'" in line.partition("`reboot`")[0] for line in code if "`reboot`" in line)
     assert r"A100 \x1b[2J\x9b1m" in shown(found, "dgx")
-
-
-def test_a_host_that_says_nonsense_has_no_good_word():
-    """Whatever a host answers, each check says that it is unknown; none fails."""
-    for nonsense in ({}, dict.fromkeys(probe.look()["facts"], 3), {name: [[]] for name in probe.look()["facts"]}):
-        found = find(cluster(x=altered(recorded("dgx"), facts=dict.fromkeys(recorded("dgx").facts) | nonsense)))
-        unknown = [one.name for one in found if one.finding.severity.name == "UNKNOWN"]
-        assert {"Python", "torch", "variables", "disks"} <= set(unknown)
-
-
-def test_doctor_on_this_machine(monkeypatch):
-    """It looks at what is here, and says it in each form with one exit code."""
-    monkeypatch.setattr(probe, "look", cache(probe.look))  # once: memory and disks are others' meanwhile, too
-    runs = [CliRunner().invoke(cli, ["doctor", *words]) for words in ([], ["--json"], ["--fix-script"])]
-    assert {ran.exit_code for ran in runs} in ({0}, {1}, {2}), runs[0].output
-    assert "Python" in runs[0].output
-    assert json.loads(runs[1].output)["findings"]
-    both = CliRunner().invoke(cli, ["doctor", "--json", "--fix-script"])
-    assert "type one of them" in str(both.exception)

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from launching import COMMAND, wait_until
+from launching import wait_until
 from many_hosts import BOTH, PYTHON, SLEEP, STUBBORN, wait_until_alone
 
 pytestmark = pytest.mark.slow
@@ -36,14 +36,6 @@ def test_a_launcher_that_is_elsewhere_is_asked_to_end_its_job(job, network):
     wait_until(lambda: row(job, "far") is None, 60, "it is shown no more")
 
 
-def test_now_kills_what_would_not_end(job):
-    launcher = job.start(*BOTH, "--job", "deaf", "--grace", "90", *PYTHON, job.write("train.py", STUBBORN))
-    job.wait_for_ranks(2)
-    stopped = job.run("--now", *ON, "deaf", command="stop", timeout_s=60)
-    assert stopped.code == 0, stopped.stdout + stopped.stderr
-    assert job.finish(launcher).code == 143
-
-
 def test_what_nobody_watches_any_more_is_shown_and_ended(job):
     """Of host2 the agent and the supervisor are killed: what ranks have put into sessions of its own goes on."""
     launcher = job.start(*BOTH, "--job", "lost", "--grace", "1", *PYTHON, job.write("train.py", STUBBORN))
@@ -64,18 +56,6 @@ def test_what_nobody_watches_any_more_is_shown_and_ended(job):
     wait_until_alone(job, "host2", 60)
     for path in job.folder.glob("scratch.1"):
         path.unlink()  # who would have removed the folder of the job there was killed
-
-
-def test_a_job_that_was_launched_on_one_of_the_hosts(job, network):
-    script = job.write("train.py", SLEEP)
-    env = ["env", f"--chdir={job.folder}", f"PATH={job.path}"]
-    inside = network.inside("host1", *env, COMMAND, "launch", *BOTH, "--job", "near")
-    launcher = job.start(*PYTHON, script, line=inside)
-    job.wait_for_ranks(2)
-    assert row(job, "near")[::3] == ("running", f"host1:{job.folder}/log_output/near")
-    stopped = job.run(*ON, "near", command="stop", timeout_s=60)
-    assert stopped.code == 0, stopped.stdout + stopped.stderr
-    assert job.finish(launcher).code == 143
 
 
 def test_a_host_that_is_silent_is_named_beside_what_others_say(job, network):
