@@ -1,9 +1,6 @@
 """`shardwright launch --rank-table` starts the ranks of a table, if all of them are this machine's."""
 
 import json
-import subprocess
-import sys
-import textwrap
 from dataclasses import replace
 
 import pytest
@@ -84,16 +81,6 @@ def test_the_devices_of_a_table_are_the_gpus_that_the_ranks_see(monkeypatch):
         table_gpus(by_rank, {})
 
 
-def test_the_gpus_of_a_table_reach_the_ranks(launching):
-    table = write_table(launching, "127.0.0.1:2")
-    show = ["--", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES"]
-    ended = launching.run("--rank-table", table, *show, env={"CUDA_VISIBLE_DEVICES": "1,0"})
-    assert (ended.code, ended.stdout) == (0, "0,1\n")
-    ended = launching.run("--rank-table", table, *show, env={"CUDA_VISIBLE_DEVICES": "0"})
-    assert ended.code == 2
-    assert "CUDA_VISIBLE_DEVICES=0 leaves no device 1" in ended.stderr
-
-
 @pytest.fixture(scope="module")
 def network(tmp_path_factory):
     with host_network(2, tmp_path_factory.mktemp("hosts")) as network:
@@ -109,37 +96,3 @@ def test_each_host_launches_its_own_table(network, tmp_path):
 
     assert launch("host1", "host1.json").stdout == "2\n"
     assert launch("host2", "host2.json").stdout == "2\n"
-
-
-WORLD = """
-    import torch, torch.distributed as dist
-    import shardwright as sw
-    world = sw.init(timeout=60)
-    total = torch.tensor(world.rank)
-    dist.all_reduce(total)
-    print(world.rank, world.size, world.local_rank, world.local_size, world.host, total.item())
-"""
-
-
-@pytest.mark.slow
-def test_ranks_started_by_hand_on_two_servers_find_each_other(network, tmp_path):
-    """As people loop over the ranks on each server, with one table that all of them read."""
-    addresses = [host.address for host in network.hosts.values()]
-    table = RankTable.from_hosts(Hosts.from_list(",".join(f"{address}:2" for address in addresses)))
-    (tmp_path / "table.json").write_text(replace(table, product="any").to_json())
-    (tmp_path / "world.py").write_text(textwrap.dedent(WORLD))
-    loop = textwrap.dedent(f"""
-        cd {tmp_path}
-        export RANK_TABLE_FILE=table.json RANK_SIZE=4 DEVICE_NUM=8 OMP_NUM_THREADS=1
-        for i in 0 1; do
-            RANK_ID=$((FIRST + i)) DEVICE_ID=$i {sys.executable} world.py > rank.$((FIRST + i)) 2> err.$i.$FIRST &
-        done
-        wait
-    """)
-    other = network.ssh_command("host2", f"FIRST=2; {loop}")
-    with subprocess.Popen(other, stdin=subprocess.DEVNULL) as second:
-        network.ssh("host1", f"FIRST=0; {loop}", timeout_s=100)
-        second.wait(20)
-    said = [(tmp_path / f"rank.{rank}").read_text() for rank in range(4)]
-    errors = "".join(path.read_text() for path in tmp_path.glob("err.*"))
-    assert said == [f"{rank} 4 {rank % 2} 2 {addresses[rank // 2]} 6\n" for rank in range(4)], errors
