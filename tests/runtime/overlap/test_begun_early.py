@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,6 +24,7 @@ from shardwright.compiler.plan.baselines import data_parallel, fully_sharded
 from shardwright.compiler.plan.pricing.graph import RuledGraph
 from shardwright.compiler.plan.request import PlanRequest
 from shardwright.compiler.plan.search.choices import casting_shards
+from shardwright.distributed.lockstep import Lockstep
 from shardwright.errors import LoweringError, WorldError
 from shardwright.runtime.compiled.compiler import in_stretches
 from shardwright.runtime.programs.buckets import GradientReduction
@@ -272,6 +274,37 @@ def test_gradients_asked_for_in_part_twice_and_under_hooks():
     for _, hooked, _ in ranks:
         assert not any(gradient.isnan().any() for gradient in hooked)
         assert len(hooked) == 3
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_forward_without_gradients_gives_the_loss(mode):
+    model, batch = network()
+    plan = sharded(model, batch, 2)
+    with mode():
+        losses = executed(plan, model, batch, lambda loss, parameters: loss)
+    for loss in losses:
+        torch.testing.assert_close(loss, loss_fn(model, batch).detach())
+        assert not loss.requires_grad
+
+
+def test_what_a_failed_forward_has_begun_is_no_backward_that_failed():
+    lockstep = Lockstep(dist.HashStore(), 0, 1)
+
+    def failing():
+        with lockstep.call():
+            lockstep.same("a batch", lambda: "passes a batch")
+            lockstep.begun(object())
+            raise KeyError("of an operator")
+
+    with pytest.raises(KeyError):
+        failing()
+    with lockstep.call():
+        lockstep.same("a batch", lambda: "passes a batch")
+        assert lockstep._what == "a batch"
+    lockstep.begun(object())
+    with lockstep.call():
+        lockstep.same("a batch", lambda: "passes a batch")
+        assert lockstep._what == "a batch after an error in its last backward"
 
 
 def test_a_gradient_that_is_not_waited_for_is_found(monkeypatch):
