@@ -224,6 +224,7 @@ def masks(device: torch.device, quick: bool) -> dict[str, Any]:
 
 @step("attention")
 def attention(device: torch.device, quick: bool) -> dict[str, Any]:
+    from shardwright.compiler.lower.operators.attention import one_kernel
     from shardwright.compiler.lower.operators.kernels import attention_with_dropout
 
     def made(where: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
@@ -242,6 +243,9 @@ def attention(device: torch.device, quick: bool) -> dict[str, Any]:
     assert worst <= 1e-10, f"attention differs from the CPU's by {worst:.2g}"
     found: dict[str, Any] = {"beside the CPU": f"{worst:.2g}"}
     if device.type == "cuda":
+        for width in (16, 64, 80, 128):
+            for dtype in (torch.bfloat16, torch.float16):
+                assert one_kernel(device, dtype, width) is not None, f"no kernel for heads of {width} in {dtype}"
         torch.cuda.reset_peak_memory_stats()
         heads = made(device, (8, 16, 2048, 64), torch.bfloat16)
         seconds = timed(lambda: run(heads), device, 5)

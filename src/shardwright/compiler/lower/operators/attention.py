@@ -1,15 +1,18 @@
 """Attention on local parts: causal over some of the queries, and with dropout that is drawn by position.
 
 No kernel of torch's takes a mask of what is dropped without the scores of all queries and keys, which grow with the
-square of the sequence. So blocks of scores are made one after the other, and made again in the backward, which draws
-the same numbers: a device holds one block at a time.
+square of the sequence. On GPUs half precision without a mask has kernels of ours (`attention_kernel`). Elsewhere blocks
+of scores are made one after the other, and made again in the backward, which draws the same numbers: a device holds one
+block at a time.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -19,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from shardwright.compiler.capture import operators
+from shardwright.compiler.lower.operators import randomness
 from shardwright.compiler.lower.operators.draws import dropout
 
 Sizes = Sequence[int]
@@ -26,6 +30,9 @@ Slices = tuple[slice, ...]
 # Scores in a block: what stays in the caches of a CPU; on a GPU so many that starting its kernels takes no part of it.
 _MOST_CPU, _MOST_GPU = 1 << 20, 1 << 25
 _FEWEST_ROWS = 128  # of a causal block: those of fewer leave out more keys, and are slower for each
+_WITH_KERNELS = ("cuda",)
+_MOST_WIDTH = 128  # of a head: wider ones take more shared memory than the blocks of the kernels have
+_APART = 0.05  # by which half precision may round otherwise, beside the largest number
 _FEWEST_GPU = 1 << 23  # scores of a causal block on a GPU: starting the kernels of more blocks takes longer
 
 
@@ -54,11 +61,87 @@ def attention_with_dropout(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, p: float, is_causal: bool, scale: float | None,
     random_key: int, shape: Sizes, offsets: Sizes,
 ) -> Tensor:  # fmt: skip
-    """Attention block by block, whose dropout is drawn by the global position of every score.
+    """Return attention whose dropout is drawn by the global position of every score.
 
     ``shape`` is the global shape of the scores (batch, heads, queries, keys), of which the part here starts at
     ``offsets``.
     """
+    factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    rest = p, is_causal, factor, random_key, shape, offsets
+    drops_some = randomness.words_below(random_key, p) is not None
+    fits = mask is None and drops_some and _has_kernel(query, key, value)
+    fused = one_kernel(query.device, query.dtype, query.shape[-1]) if fits else None
+    return fused(query, key, value, *rest) if fused else _by_blocks(query, key, value, mask, *rest)
+
+
+Fused = Callable[..., Tensor]
+"""`fused_attention`, of its arguments."""
+
+
+def fused_attention(
+    query: Tensor, key: Tensor, value: Tensor, p: float, is_causal: bool, scale: float, random_key: int, shape: Sizes,
+    offsets: Sizes,
+) -> Tensor:  # fmt: skip
+    """Return `attention_with_dropout` by kernels that hold no scores, where some are dropped and others are not."""
+    from shardwright.compiler.lower.operators import attention_kernel  # triton comes with torch for GPUs alone
+
+    words = randomness.words_below(random_key, p)
+    assert words is not None, "all are dropped, or none"
+    bases = randomness.positions(shape, offsets, (*query.shape[:-2], 1, 1), query.device)
+    how = attention_kernel.Dropped(is_causal, scale, offsets[-2], shape[-1], 1 / (1 - p), *words)
+    query_heads, key_heads, value_heads = (x.reshape(-1, *x.shape[-2:]) for x in (query, key, value))
+    return attention_kernel.attention(query_heads, key_heads, value_heads, bases, how).view(query.shape)
+
+
+def _has_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Return whether the kernels take such heads: of half precision, as float32 would need products in TF32."""
+    is_half = query.dtype in operators.HALF and query.dtype == key.dtype == value.dtype
+    if (
+        query.device.type not in _WITH_KERNELS
+        or not is_half
+        or query.ndim < 3
+        or 0 in (*query.shape, *key.shape)
+        or query.shape[-1] > _MOST_WIDTH
+    ):
+        return False
+    same_heads = key.shape == value.shape and query.shape[:-3] == key.shape[:-3] and query.shape[-1] == key.shape[-1]
+    return same_heads and query.shape[-3] % key.shape[-3] == 0
+
+
+@cache
+def one_kernel(device: torch.device, dtype: torch.dtype, width: int) -> Fused | None:
+    """Return what makes attention with dropout on a GPU without its scores in memory; None where that cannot be.
+
+    It is used after it has given here what blocks of scores give, to the rounding of half precision.
+
+    Cached by the device, and by the dtype and width of heads, for which kernels are compiled. It does not matter for
+    what is dropped which of the two is given.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    options: dict[str, Any] = {"dtype": dtype, "device": device, "generator": generator}
+    query, key, value = heads = [torch.randn(2, n, 150, width, **options).requires_grad_() for n in (4, 2, 2)]
+    gradient = torch.randn(2, 4, 150, width, **options)
+    given: Any = (0.3, True, 0.125, 5, (3, 4, 200, 150), (1, 0, 50, 0))
+    try:
+        with torch.enable_grad():
+            made = fused_attention(query, key, value, *given), _by_blocks(query, key, value, None, *given)
+            found, expected = ([x.detach(), *torch.autograd.grad(x, heads, gradient)] for x in made)
+        pairs = zip(found, expected, strict=True)
+        apart = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+        problem = "" if apart <= _APART else f"the kernels give other numbers, which deviate by {apart:.2g}"
+    except Exception as error:  # there are as many as there are compilers that may be missing
+        problem = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    if not problem:
+        return fused_attention
+    warnings.warn(f"attention with dropout makes blocks of scores, as it cannot be one kernel: {problem}", stacklevel=2)
+    return None
+
+
+def _by_blocks(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, p: float, is_causal: bool, factor: float,
+    random_key: int, shape: Sizes, offsets: Sizes,
+) -> Tensor:  # fmt: skip
+    """Return the same block by block."""
     if mask is not None and mask.ndim == 1:
         mask = mask.unsqueeze(0)
     groups = query.shape[-3] // max(key.shape[-3], 1) if query.ndim > 2 else 1
@@ -68,7 +151,6 @@ def attention_with_dropout(
             mask = mask.unsqueeze(-3) if mask.shape[-3] == 1 else _grouped(mask, groups)
         shape = (*shape[:-3], shape[-3] // groups, groups, *shape[-2:])
         offsets = (*offsets[:-3], offsets[-3] // groups, 0, *offsets[-2:])
-    factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     scores = _Scores(p, is_causal, factor, random_key, tuple(shape), tuple(offsets))
     result: Tensor = _Attention.apply(query, key, value, mask, scores)  # type: ignore[no-untyped-call]
     return result.flatten(-4, -3) if groups > 1 else result

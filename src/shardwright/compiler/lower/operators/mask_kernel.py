@@ -26,6 +26,21 @@ def below(bases: Tensor, length: int, first: int, second: int, limit: int) -> Te
     return made.view(torch.bool)
 
 
+@triton.jit
+def word_of(word, first, second):  # type: ignore[no-untyped-def]
+    """Return 32 random bits of each position, as `randomness._finalised`.
+
+    The shifts of int32 repeat the sign bit, which is masked away.
+    """
+    word ^= first
+    word ^= (word >> 16) & 0xFFFF
+    word *= 0x7FEB352D
+    word ^= second
+    word ^= (word >> 15) & 0x1FFFF
+    word *= -0x7B935975
+    return word ^ ((word >> 16) & 0xFFFF)
+
+
 # Keys change with each step, and other values of them are no reason to compile the kernel anew.
 @triton.jit(do_not_specialize=["count", "length", "first", "second", "limit"])  # type: ignore[untyped-decorator]
 def _below(  # type: ignore[no-untyped-def]
@@ -34,13 +49,5 @@ def _below(  # type: ignore[no-untyped-def]
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = at < count
     run = at * 0 if IS_ONE_RUN else at // length
-    word = tl.load(bases + run, mask=there, other=0) + (at - run * length).to(tl.int32)
-    # As `randomness._finalised`: the shifts of int32 repeat the sign bit, which is masked away.
-    word ^= first
-    word ^= (word >> 16) & 0xFFFF
-    word *= 0x7FEB352D
-    word ^= second
-    word ^= (word >> 15) & 0x1FFFF
-    word *= -0x7B935975
-    word ^= (word >> 16) & 0xFFFF
-    tl.store(made + at, (word < limit).to(tl.uint8), mask=there)
+    position = tl.load(bases + run, mask=there, other=0) + (at - run * length).to(tl.int32)
+    tl.store(made + at, (word_of(position, first, second) < limit).to(tl.uint8), mask=there)

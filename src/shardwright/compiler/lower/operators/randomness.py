@@ -98,6 +98,23 @@ def kept(
     return _filled(torch.bool, write, key, shape, offsets, local_shape, device)
 
 
+def words_below(key: int, p: float) -> tuple[int, int, int] | None:
+    """Return what a kernel compares words with: the halves of the mixed key, and the limit of those that survive.
+
+    None where all survive, or none.
+    """
+    threshold = round((1 - p) * _WORD)
+    if threshold in (0, _WORD):
+        return None
+    return _signed(mixed(key)), _signed(mixed(key) >> 32), threshold - _WORD // 2
+
+
+def positions(shape: Sequence[int], offsets: Sequence[int], local_shape: Sequence[int], device: torch.device) -> Tensor:
+    """Return the global positions of the elements of a part, one after the other, modulo 2^32, as int32."""
+    bases, length = _runs(shape, offsets, local_shape, device)
+    return (bases[:, None] + torch.arange(length, dtype=torch.int32, device=device)).flatten()
+
+
 Mask = Callable[[Tensor, int, int, int], Tensor]
 """Of runs (as of `_runs`), a mixed key and a threshold makes the mask that `kept` gives, a row for each run."""
 
