@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import time
+from dataclasses import asdict
 from io import StringIO
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from rich.console import Console
 
 from shardwright.cluster.watch import command
 from shardwright.cluster.watch.view import events, screen
+from shardwright.common.schema import from_json
 from shardwright.common.step_lines import Steps
 from shardwright.errors import UsageError
 from shardwright.launch.host.program import Program
@@ -132,7 +134,7 @@ def test_marks_name_who_is_stopped_who_is_slow_and_who_is_quiet(tmp_path):
     live.write_steps(3, b'{"time_s": 1, "st')  # half a line
     seen = watched.snapshot()
     assert seen.marks() == {1: "stopped (SIGSTOP)", 2: "slow: 4.9 × others"}
-    assert Snapshot.from_message(json.loads(json.dumps(seen.to_message()))).marks() == seen.marks()
+    assert from_json(json.dumps(asdict(seen)), Snapshot).marks() == seen.marks()
     assert seen.plan == PLAN
     live.write_state(1, "running")
     os.utime(made.rank(3) / "steps.jsonl", (0, time.time() - 60))
@@ -162,7 +164,7 @@ class Answering:
     def demand(self, order):
         if order["order"] == "jobs":
             return {"records": [self.record]}
-        return WatchedJob(Path(order["folder"])).snapshot().to_message()
+        return json.loads(json.dumps(asdict(WatchedJob(Path(order["folder"])).snapshot())))
 
 
 def test_a_job_that_was_lost_is_not_meant_where_another_of_its_name_is(tmp_path, monkeypatch, capsys):
@@ -301,7 +303,7 @@ def test_what_people_wait_for_is_shown_in_place_of_a_quiet_rank(tmp_path):
     saving = watched.snapshot()
     assert lines_of(saving, 60)[1].startswith("saving step-12: 40 s, step 12, loss 2.25, 32 samples/s")
     assert saving.marks() == {}
-    assert Snapshot.from_message(json.loads(json.dumps(saving.to_message()))).doing == saving.doing
+    assert from_json(json.dumps(asdict(saving)), Snapshot).doing == saving.doing
     live.write_steps(0, b'{"time_s": 1, "doing": ""}\n')
     after = watched.snapshot()
     assert lines_of(after, 60)[1].startswith("step 12")

@@ -14,6 +14,7 @@ from rich.live import Live
 from shardwright.cluster.programs.connection import Probe, open_all
 from shardwright.cluster.watch import on_host
 from shardwright.cluster.watch.view import events, progress, screen
+from shardwright.common.schema import SchemaError, checked
 from shardwright.common.words import on_a_clock, plain
 from shardwright.errors import LaunchError, UsageError
 from shardwright.launch.joblog.job import find_job as find_in_folder
@@ -135,6 +136,6 @@ def _launched(word: str | None, probes: Mapping[str, Probe]) -> tuple[Probe, str
 
 def _asked(probe: Probe, folder: str) -> Snapshot:
     try:
-        return Snapshot.from_message(probe.demand({"order": "watch", "folder": folder}))
-    except (KeyError, TypeError, ValueError) as error:
-        raise LaunchError(f"{probe.host.name} answered in another form than expected: {error!r}") from None
+        return checked(probe.demand({"order": "watch", "folder": folder}), Snapshot)
+    except SchemaError as error:
+        raise LaunchError(f"{probe.host.name} answered in another form than expected: {error}") from None

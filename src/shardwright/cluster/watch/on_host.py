@@ -33,5 +33,5 @@ def main(_packed: int) -> None:
     """Answer orders until there are no more."""
     answer_orders({
         "jobs": lambda _: _jobs(),
-        "watch": lambda order: _watched(order["folder"]).snapshot().to_message(),
+        "watch": lambda order: asdict(_watched(order["folder"]).snapshot()),
     })  # fmt: skip

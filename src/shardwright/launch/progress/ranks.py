@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -185,16 +185,6 @@ class Snapshot:
     plan: Mapping[str, Any] | None
     log: tuple[tuple[int, str], ...]
 
-    def to_message(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_message(cls, message: Mapping[str, Any]) -> Snapshot:
-        """Return the snapshot. Raises `KeyError` or `TypeError` where the message has another form."""
-        ranks = tuple(_rank(entry) for entry in message["ranks"])
-        log = tuple((int(rank), str(text)) for rank, text in message["log"])
-        return cls(**{**message, "state": JobState(**message["state"]), "ranks": ranks, "log": log})
-
     @property
     def runs(self) -> bool:
         return self.state.status == RUNNING
@@ -249,8 +239,3 @@ class WatchedJob:
             raise UsageError(f"{self._folder.path} has no job.json that can be read: it is no folder of a job")
         self._ranks.look()
         return Snapshot(self._folder.name, state, time.time(), self._ranks.seen(), self._ranks.plan, self._ranks.log)
-
-
-def _rank(entry: Mapping[str, Any]) -> RankSnapshot:
-    line = None if entry["line"] is None else StepLine(**entry["line"])
-    return RankSnapshot(**{**entry, "state": RankState(**entry["state"]), "line": line})
