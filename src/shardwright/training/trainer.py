@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import fields
 from functools import partial, reduce
 from itertools import islice
 from operator import add
@@ -279,9 +280,9 @@ class Trainer:
         Fused optimizers decide that on the device, so that nobody waits until it is asked for.
         """
         if any(group.get("fused") for group in self.optimizer.param_groups):
-            scale = self._scale() if self.scheduler is not None else 0.0
+            scale = self.scaler.get_scale() if self.scheduler is not None else 0.0
             self.scaler.step(self.optimizer)
-            return lambda: self._scale() >= scale  # only an overflow lowers it
+            return lambda: self.scaler.get_scale() >= scale  # only an overflow lowers it
         steps: list[Optimizer] = []
         noting = self.optimizer.register_step_post_hook(lambda optimizer, *_: steps.append(optimizer))
         try:
@@ -289,9 +290,6 @@ class Trainer:
         finally:
             noting.remove()
         return lambda: bool(steps)
-
-    def _scale(self) -> float:
-        return self.scaler.get_scale()
 
     def _loss(self, batch: Any) -> Tensor:
         with autocast(self.precision, self.world.device):
@@ -348,26 +346,7 @@ class Trainer:
         refuse_unlike_run(self._view(), settings)
 
     def _view(self) -> RunView:
-        return RunView(
-            parallel=self.parallel,
-            optimizer=self.optimizer,
-            scheduler=self.scheduler,
-            scaler=self.scaler,
-            callbacks=self.callbacks,
-            loader=self.loader,
-            world=self.world,
-            epoch=self.epoch,
-            step=self.step,
-            steps=self.steps,
-            batches=self.batches,
-            under_way=self.under_way,
-            loss=self.loss,
-            evaluation=self.evaluation,
-            evaluated=self.evaluated,
-            stop=self.stop,
-            evaluate=self.evaluate,
-            state_dict=self.state_dict,
-        )
+        return RunView(**{field.name: getattr(self, field.name) for field in fields(RunView)})
 
     def _call_all(self, hook: str, *arguments: Any) -> None:
         view = self._view()
