@@ -6,6 +6,7 @@ import sys
 import textwrap
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ class Slow(LocalFiles):
 def test_the_state_is_saved_as_it_was_when_save_returned(tmp_path):
     files = Slow()
     state = state_of(1)
-    with AsyncSaver(Store(tmp_path, files), OneRank(TO_SAVE)) as saver:
+    with closing(AsyncSaver(Store(tmp_path, files), OneRank(TO_SAVE))) as saver:
         saver.save("step-1", state, {"step": 1}, {})
         assert saver.saving
         state["model", "weight"].fill_(99)  # the next optimizer step
@@ -63,7 +64,7 @@ def test_strided_and_odd_tensors_are_copied_as_they_are(tmp_path):
     state = {("t",): big.t(), ("row",): big[2, 1:4], ("scalar",): torch.tensor(2.0), ("none",): torch.empty(0, 3),
              ("flag",): torch.tensor([True]), ("half",): torch.ones(3, dtype=torch.bfloat16)}  # fmt: skip
     wanted = {path: tensor.clone() for path, tensor in state.items()}
-    with AsyncSaver(Store(tmp_path), OneRank(TO_SAVE)) as saver:
+    with closing(AsyncSaver(Store(tmp_path), OneRank(TO_SAVE))) as saver:
         saver.save("s", state, {}, {})
         big.fill_(-1)
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -76,7 +77,7 @@ def test_strided_and_odd_tensors_are_copied_as_they_are(tmp_path):
 
 def test_one_save_is_under_way_at_a_time(tmp_path):
     files = Slow()
-    with AsyncSaver(Store(tmp_path, files), OneRank(TO_SAVE)) as saver:
+    with closing(AsyncSaver(Store(tmp_path, files), OneRank(TO_SAVE))) as saver:
         saver.save("step-1", state_of(1), {"step": 1}, {})
         threading.Timer(0.2, files.go.set).start()
         saver.save("step-2", state_of(2), {"step": 2}, {})
@@ -214,9 +215,16 @@ def test_an_error_surfaces_at_the_next_call_once(tmp_path, surfaces):
     assert good_step(Store(tmp_path)) == 4
 
 
+def test_what_cannot_be_saved_surfaces_too(tmp_path):
+    with closing(AsyncSaver(Store(tmp_path), OneRank(TO_SAVE))) as saver:
+        saver.save("s", {("x",): object()}, {}, {})
+        with pytest.raises(CheckpointError, match="the entry x is a object"):
+            saver.wait()
+
+
 def test_a_synchronous_save_beside_one_under_way_is_refused(tmp_path):
     files = Slow()
-    with AsyncSaver(Store(tmp_path, files), OneRank(TO_SAVE)) as saver:
+    with closing(AsyncSaver(Store(tmp_path, files), OneRank(TO_SAVE))) as saver:
         saver.save("step-1", state_of(1), {"step": 1}, {})
         while not any(name.startswith(".saving") for name in os.listdir(tmp_path)):
             saver.check()

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from shardwright.checkpoint.format.manifest import Entry, Extent, Manifest, TensorEntry, ValueEntry
+from shardwright.checkpoint.format.manifest import Box, Entry, Extent, Manifest, TensorEntry, ValueEntry
 from shardwright.checkpoint.format.pieces import State, TensorShard
 from shardwright.checkpoint.loading.load import current_rank
 from shardwright.checkpoint.loading.match import Match, Rename, match
@@ -114,10 +114,8 @@ def fill(
         if not isinstance(target, Tensor | TensorShard):
             values[path] = value
             continue
-        piece = target if isinstance(target, TensorShard) else TensorShard.of(path, target)
-        box = piece.box(rank)
-        part = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
-        piece.local.detach().copy_(value[part])
+        piece = TensorShard.of(path, target)
+        piece.local.detach().copy_(piece.box(rank).of_tensor(value, Box.whole(piece.shape)))
     return found
 
 

@@ -141,7 +141,7 @@ def _write_safetensors(source: Source, chosen: Mapping[str, Entry], file: Binary
     file.write(layout.begin)
     for name in counted(f"writing {target}", list(layout.starts)):
         entry = tensors[name]
-        for part in cut(Box((0,) * len(entry.shape), entry.shape), entry.dtype.itemsize):
+        for part in cut(Box.whole(entry.shape), entry.dtype.itemsize):
             file.write(memory_of(read_box(source, entry, part)))
     left_out = tuple(sorted(chosen.keys() - tensors.keys()))
     return MergedFile(target, len(tensors), file.tell(), left_out)

@@ -80,6 +80,10 @@ class Box:
     sizes: tuple[int, ...]
 
     @staticmethod
+    def whole(shape: tuple[int, ...]) -> Box:
+        return Box((0,) * len(shape), shape)
+
+    @staticmethod
     def of(slices: Sequence[slice]) -> Box:
         """The box of what `Layout.local_slice` returns."""
         return Box(tuple(part.start for part in slices), tuple(part.stop - part.start for part in slices))
@@ -139,6 +143,14 @@ class TensorEntry:
     def name(self) -> str:
         return ".".join(self.path)
 
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def places(self) -> list[Extent]:
+        return [chunk.place for chunk in self.chunks]
+
 
 @dataclass(frozen=True)
 class ValueEntry:
@@ -150,6 +162,10 @@ class ValueEntry:
     @property
     def name(self) -> str:
         return ".".join(self.path)
+
+    @property
+    def places(self) -> list[Extent]:
+        return [self.place]
 
 
 Entry = TensorEntry | ValueEntry
@@ -228,8 +244,7 @@ def _to_json(entry: Entry) -> dict[str, Any]:
     if isinstance(entry, ValueEntry):
         return {"path": entry.path, **vars(entry.place)}
     chunks = [{**vars(chunk.box), **vars(chunk.place)} for chunk in entry.chunks]
-    dtype = str(entry.dtype).removeprefix("torch.")
-    return {"path": entry.path, "dtype": dtype, "shape": entry.shape, "chunks": chunks}
+    return {"path": entry.path, "dtype": entry.dtype_name, "shape": entry.shape, "chunks": chunks}
 
 
 @dataclass(frozen=True)
@@ -306,10 +321,7 @@ def _refuse_impossible(manifest: Manifest) -> None:
     for entry in manifest.entries.values():
         if isinstance(entry, TensorEntry):
             _refuse_chunks(entry)
-            places = [chunk.place for chunk in entry.chunks]
-        else:
-            places = [entry.place]
-        for place in places:
+        for place in entry.places:
             _refuse_place(entry.name, place, manifest.files)
 
 

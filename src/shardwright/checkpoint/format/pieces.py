@@ -45,8 +45,10 @@ class TensorShard:
         return ".".join(self.path)
 
     @staticmethod
-    def of(path: tuple[str, ...], tensor: Tensor) -> TensorShard:
+    def of(path: tuple[str, ...], tensor: Tensor | TensorShard) -> TensorShard:
         """The piece of a DTensor over the whole world, or of a plain tensor that every rank holds whole."""
+        if isinstance(tensor, TensorShard):
+            return tensor
         shape = tuple(tensor.shape)
         if not isinstance(tensor, DTensor):
             return TensorShard(path, shape, tensor.dtype, Layout.replicated(tensor.ndim), Mesh(()), tensor.detach())
@@ -74,7 +76,7 @@ class TensorShard:
 def _box(shape: tuple[int, ...], layout: Layout, mesh: Mesh, rank: int) -> Box:
     """Return what a rank holds of a tensor. Cached by frozen values, of which it is a function."""
     if not mesh.axes:
-        return Box((0,) * len(shape), shape)
+        return Box.whole(shape)
     return Box.of(layout.local_slice(shape, mesh, rank))
 
 

@@ -113,16 +113,12 @@ def _contents(manifest: Manifest) -> Table:
         tensors = [entry for entry in found[section] if isinstance(entry, TensorEntry)]
         numbers = sum(math.prod(entry.shape) for entry in tensors)
         size = sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in tensors)
-        dtypes = ", ".join(sorted({_dtype(entry) for entry in tensors})) or "-"
+        dtypes = ", ".join(sorted({entry.dtype_name for entry in tensors})) or "-"
         values = str(len(found[section]) - len(tensors))
         table.add_row(
             _SECTIONS.get(section, section), str(len(tensors)), f"{numbers:,}", size_text(size), dtypes, values
         )
     return table
-
-
-def _dtype(entry: TensorEntry) -> str:
-    return str(entry.dtype).removeprefix("torch.")
 
 
 def _files(manifest: Manifest) -> Table:
@@ -137,9 +133,9 @@ def _entries(manifest: Manifest) -> Table:
     for name, entry in sorted(manifest.entries.items()):
         if isinstance(entry, TensorEntry):
             size = math.prod(entry.shape) * entry.dtype.itemsize
-            files = ", ".join(sorted({chunk.place.file for chunk in entry.chunks}))
+            files = ", ".join(sorted({place.file for place in entry.places}))
             shape = "×".join(map(str, entry.shape)) or "scalar"
-            table.add_row(name, _dtype(entry), shape, f"{size:,}", str(len(entry.chunks)), files)
+            table.add_row(name, entry.dtype_name, shape, f"{size:,}", str(len(entry.chunks)), files)
         else:
             table.add_row(name, "-", "value", f"{entry.place.length:,}", "1", entry.place.file)
     return table

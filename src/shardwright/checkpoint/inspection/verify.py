@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from shardwright.checkpoint.format.manifest import BLOCK_BYTES, LATEST, MANIFEST, Extent, Manifest, TensorEntry
+from shardwright.checkpoint.format.manifest import BLOCK_BYTES, LATEST, MANIFEST, Extent, Manifest
 from shardwright.checkpoint.loading.source import (
     Damage,
     Source,
@@ -122,8 +122,7 @@ def _places(manifest: Manifest) -> dict[str, list[tuple[str, Extent]]]:
     """The containers of every file, by where they start, with their entries."""
     found: dict[str, dict[Extent, str]] = {}
     for entry in manifest.entries.values():
-        parts = [chunk.place for chunk in entry.chunks] if isinstance(entry, TensorEntry) else [entry.place]
-        for place in parts:
+        for place in entry.places:
             found.setdefault(place.file, {})[place] = entry.name
     return {
         file: sorted(((name, place) for place, name in places.items()), key=lambda item: item[1].start)

@@ -83,7 +83,7 @@ def load(
                 continue
             if not isinstance(target, Tensor | TensorShard):
                 target = values[path] = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
-            jobs += _jobs(entry, target if isinstance(target, TensorShard) else TensorShard.of(path, target), rank)
+            jobs += _jobs(entry, TensorShard.of(path, target), rank)
     source.check_files()
     wait_copied()
     for path, entry in found.pairs:
@@ -102,7 +102,7 @@ def read_box(source: Source, entry: TensorEntry, box: Box) -> Tensor:
 
 def read_whole(source: Source, entry: TensorEntry, into: Tensor) -> None:
     """Read a whole tensor of a checkpoint into ``into``."""
-    _run(source, _jobs_of(entry, Box((0,) * len(entry.shape), entry.shape), into), source.folder.threads)
+    _run(source, _jobs_of(entry, Box.whole(entry.shape), into), source.folder.threads)
 
 
 def current_rank() -> int:

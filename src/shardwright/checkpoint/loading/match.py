@@ -83,6 +83,18 @@ def parameter_at(path: Path) -> int | None:
     return 1 if path[0] in ("model", "ema") and len(path) > 1 else None
 
 
+def renamer_of(paths: Iterable[Path], rename: Rename | None) -> Callable[[str], str]:
+    """Return the `renamer` of the parameters to which entries at these paths belong."""
+    at = {path: parameter_at(path) for path in paths}
+    return renamer(rename, dict.fromkeys(path[i] for path, i in at.items() if i is not None))
+
+
+def renamed_path(path: Path, apply: Callable[[str], str]) -> Path:
+    """Return a path with the name of its parameter as ``apply`` gives it; others stay as they are."""
+    at = parameter_at(path)
+    return path if at is None else (*path[:at], apply(path[at]), *path[at + 1 :])
+
+
 def match(
     entries: Mapping[Path, Entry], wanted: State, *, where: str, strict: bool = True, rename: Rename | None = None
 ) -> Match:
@@ -112,7 +124,7 @@ def match(
                 and isinstance(entry, TensorEntry)
                 and target.dtype != entry.dtype
             ):
-                converted.append(f"{name} is {_dtype(entry.dtype)} in the checkpoint, {_dtype(target.dtype)} here")
+                converted.append(f"{name} is {entry.dtype_name} in the checkpoint, {_dtype(target.dtype)} here")
     sections = {path[0] for path in wanted}
     extra = [".".join(path) for path in available if path[0] in sections and path not in wanted]
     found = Match(tuple(pairs), tuple(missing), tuple(extra), tuple(differing), tuple(converted))
@@ -124,12 +136,10 @@ def match(
 def _renamed(entries: Mapping[Path, Entry], rename: Rename | None) -> Mapping[Path, Entry]:
     if rename is None:
         return entries
-    at = {path: parameter_at(path) for path in entries}
-    apply = renamer(rename, dict.fromkeys(path[i] for path, i in at.items() if i is not None))
+    apply = renamer_of(entries, rename)
     found: dict[Path, Entry] = {}
     for path, entry in entries.items():
-        i = at[path]
-        new = path if i is None else (*path[:i], apply(path[i]), *path[i + 1 :])
+        new = renamed_path(path, apply)
         if new in found:
             raise UsageError(f"rename= makes one name of {found[new].name} and {entry.name}: {'.'.join(new)}")
         found[new] = entry

@@ -61,8 +61,8 @@ def own_ranks(timeout_s: float = TIMEOUT_S) -> Ranks:
 class AsyncSaver:
     """Saves checkpoints into ``store`` beside the training loop, one at a time. All ranks make it and call it together.
 
-    ``check`` belongs into every step: it raises what went wrong with the save under way. ``close``, or the end of a
-    ``with``, waits for that save; so does the end of the process, which writes a late error to stderr.
+    ``check`` belongs into every step: it raises what went wrong with the save under way. ``close`` waits for that save;
+    so does the end of the process, which writes a late error to stderr.
 
     ``ranks`` must be nobody else's, see `own_ranks`.
     """
@@ -74,12 +74,6 @@ class AsyncSaver:
         self._save: _Thread | None = None
         self._hook: Any = None
         atexit.register(self._at_exit)
-
-    def __enter__(self) -> AsyncSaver:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def save(
         self,
@@ -122,11 +116,6 @@ class AsyncSaver:
             thread.start()
         except RuntimeError:
             thread.run()  # the system has no room for another thread
-
-    def wait_copied(self) -> None:
-        """Wait until all of the state is copied, so that it may be changed. What went wrong, `check` raises."""
-        if self._save is not None:
-            self._save.copied.wait()
 
     @property
     def saving(self) -> bool:

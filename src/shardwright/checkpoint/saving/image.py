@@ -21,9 +21,9 @@ from torch import Tensor
 
 from shardwright.checkpoint.format.containers import ContainerFrame, frame_of
 from shardwright.checkpoint.format.manifest import BLOCK_BYTES, Extent, checksum
-from shardwright.checkpoint.saving.save import NO_BOX, Part, Prepared, Written
+from shardwright.checkpoint.saving.save import NO_BOX, Part, Prepared, Written, file_of
 from shardwright.checkpoint.storage.files import written
-from shardwright.checkpoint.storage.store import Store, WritingPlace
+from shardwright.checkpoint.storage.store import Store
 from shardwright.common.pulse import own_pulse
 from shardwright.common.torch_private import version
 from shardwright.errors import CheckpointError
@@ -109,13 +109,13 @@ class Copy:
         for container in on_device:
             self._seal(container)
 
-    def write(self, store: Store, place: WritingPlace, prepared: Prepared, rank: int) -> Written:
+    def write(self, store: Store, directory: str, prepared: Prepared, rank: int) -> Written:
         """Write the file of this rank; what `save.write` takes."""
-        name = place.file(rank)
+        name = file_of(rank)
         if not self._order:
             return Written(name, 0, {})
         whole: Bytes = self._memory.numpy()[: self._size_bytes]
-        with written(store.files, f"{place.directory}/{name}", self._size_bytes) as file:
+        with written(store.files, f"{directory}/{name}", self._size_bytes) as file:
             for start in range(0, self._size_bytes, WRITE_BYTES):
                 file.write(whole[start : start + WRITE_BYTES].data)
                 own_pulse().beat()
@@ -170,8 +170,7 @@ def _changed(name: str) -> str:
     return (
         f"nothing was saved: {name} was changed while it was being copied, by something else than the step of a torch "
         "optimizer (load_state_dict, an assignment, a forward that writes to its own parameters). Call "
-        "sw.checkpoint.wait_copied(), or wait_copied() of the AsyncSaver, before it is changed; or save with "
-        "asynchronous=False"
+        "sw.checkpoint.wait_copied() before it is changed; or save with asynchronous=False"
     )
 
 

@@ -45,7 +45,7 @@ from shardwright.checkpoint.format.manifest import (
 )
 from shardwright.checkpoint.format.pieces import State, TensorShard, shares
 from shardwright.checkpoint.storage.files import written
-from shardwright.checkpoint.storage.store import Save, Store, WritingPlace
+from shardwright.checkpoint.storage.store import Save, Store
 from shardwright.common.torch_private import dcp_storage_info
 from shardwright.distributed.agreement import attempt
 from shardwright.distributed.ranks import Lost, Purpose, Ranks
@@ -104,7 +104,7 @@ def prepare(state: State, ranks: Ranks) -> Prepared:
             also[path] = first[id(value)]
             described.append(f"{name}: the same as {also[path]}")
         elif isinstance(value, Tensor | TensorShard):
-            piece = value if isinstance(value, TensorShard) else TensorShard.of(path, value)
+            piece = TensorShard.of(path, value)
             _check(piece)
             pieces[name] = piece
             described.append(f"{name}: {piece.dtype} {list(piece.shape)} {piece.layout} on {piece.mesh}")
@@ -204,21 +204,22 @@ def write(
     files: Mapping[str, bytes],
     ranks: Ranks,
     failure: str | None = None,
-    share: Callable[[Store, WritingPlace, Prepared, int], Written] | None = None,
+    share: Callable[[Store, str, Prepared, int], Written] | None = None,
 ) -> Manifest | None:
     """The part of `save` after `prepare`; ``failure`` says why this rank could not prepare.
 
-    ``share`` writes this rank's file of what was prepared, where that is not to be written from where it lies.
+    ``share`` writes this rank's file of what was prepared into a directory, where that is not to be written from where
+    it lies.
     """
     begun: Save | None = None
     try:
         failure = _agree(ranks, failure, prepared.described if prepared else ())
         if failure is None and ranks.rank == 0:
             failure, begun = attempt(lambda: store.begin(name))
-        failure, place = ranks.broadcast((failure, begun and begun.place))
+        failure, directory = ranks.broadcast((failure, begun and begun.directory))
         if failure is not None or prepared is None:
             raise CheckpointError(failure)
-        answer = attempt(lambda: (share or _write_share)(store, place, prepared, ranks.rank))
+        answer = attempt(lambda: (share or _write_share)(store, directory, prepared, ranks.rank))
         answers = ranks.gather(answer)
         manifest = None
         if answers is not None and begun is not None:
@@ -250,15 +251,20 @@ def _agree(ranks: Ranks, failure: str | None, described: Sequence[str]) -> str |
     return str(ranks.broadcast(everything and (_first_failure(everything) or _difference(everything))))
 
 
-def _write_share(store: Store, place: WritingPlace, prepared: Prepared, rank: int) -> Written:
+def file_of(rank: int) -> str:
+    """The name of the file that ``rank`` writes, in the manner of DCP."""
+    return f"__{rank}_0.distcp"
+
+
+def _write_share(store: Store, directory: str, prepared: Prepared, rank: int) -> Written:
     """Write the chunks of this rank, and on rank 0 the values; to the disk. No file where there is nothing."""
-    name = place.file(rank)
+    name = file_of(rank)
     places: dict[Part, Extent] = {}
     if not prepared.values and not prepared.parts:
         return Written(name, 0, places)
     about = sum(len(data) for data in prepared.values.values()) + sum(part.nbytes for part in prepared.parts.values())
     size = 0
-    with written(store.files, f"{place.directory}/{name}", about) as file:
+    with written(store.files, f"{directory}/{name}", about) as file:
         for path, data in prepared.values.items():
             places[".".join(path), NO_BOX] = at = write_value(file, data, name, size)
             size += at.length

@@ -89,29 +89,14 @@ KEEP_ALL = Retention()
 
 
 @dataclass(frozen=True)
-class WritingPlace:
-    """The folder in which the ranks write the files of a save."""
-
-    directory: str
-
-    def file(self, rank: int) -> str:
-        """The name of the file of ``rank``, in the manner of DCP."""
-        return f"__{rank}_0.distcp"
-
-
-@dataclass(frozen=True)
 class Save:
-    """A save under way, as rank 0 knows it."""
+    """A save under way, as rank 0 knows it; ``directory`` is where the ranks write their files."""
 
     name: str
-    place: WritingPlace
+    directory: str
     nonce: str
     sequence: int
     lock: Any = field(repr=False)
-
-    @property
-    def directory(self) -> str:
-        return self.place.directory
 
 
 class Store:
@@ -194,7 +179,7 @@ class Store:
                 self._remove_made()
                 self.files.unlock(lock)
                 raise
-        return Save(name, WritingPlace(directory), nonce, sequence, lock)
+        return Save(name, directory, nonce, sequence, lock)
 
     def write(self, save: Save, name: str, data: bytes) -> None:
         """Write a small file of the checkpoint, to the disk."""

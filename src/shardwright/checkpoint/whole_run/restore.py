@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwright.checkpoint.format.manifest import Entry, TensorEntry, ValueEntry
 from shardwright.checkpoint.loading.load import load as fill
-from shardwright.checkpoint.loading.match import Rename, parameter_at, renamer
+from shardwright.checkpoint.loading.match import Rename, renamed_path, renamer_of
 from shardwright.checkpoint.loading.source import Source
 from shardwright.checkpoint.whole_run.run_state import Run, put_generators
 from shardwright.checkpoint.whole_run.state import (
@@ -50,8 +50,8 @@ class RunRestore:
                 )
         module = module_of(run.model)
         wanted: dict[Path, Any] = {**model_state(module), **run.averages()}
-        groups, apply = None, _renamer(entries, rename)
-        renamed = [_renamed(entry, apply) for entry in entries.values()]
+        groups, apply = None, renamer_of(entries, rename)
+        renamed = [replace(entry, path=renamed_path(path, apply)) for path, entry in entries.items()]
         if run.optimizer is not None:
             saved = _saved_groups(source, renamed, apply)
             if saved:
@@ -102,16 +102,6 @@ def _check_tied(source: Source, entries: Mapping[Path, Entry], wanted: Mapping[P
                     f"{one.name} and {other.name} are one tensor here (tied), but two that differ in {source.where}; "
                     "build the model as it was saved, or type strict=False to take the second"
                 )
-
-
-def _renamer(entries: Iterable[Path], rename: Rename | None) -> Callable[[str], str]:
-    at = {path: parameter_at(path) for path in entries}
-    return renamer(rename, dict.fromkeys(path[i] for path, i in at.items() if i is not None))
-
-
-def _renamed(entry: Entry, apply: Callable[[str], str]) -> Entry:
-    path, at = entry.path, parameter_at(entry.path)
-    return entry if at is None else replace(entry, path=(*path[:at], apply(path[at]), *path[at + 1 :]))
 
 
 def _saved_groups(source: Source, entries: list[Entry], apply: Callable[[str], str]) -> list[Mapping[str, Any]]:
