@@ -88,7 +88,7 @@ class _Gather:
     @property
     def call(self) -> Call:
         """Return the call that gathers."""
-        return _gathering(self.instruction)
+        return self.instruction.gathering
 
     def collective(self, mesh: Mesh) -> Collective:
         """Return what it communicates forward."""
@@ -132,13 +132,7 @@ def _gathers(program: LocalProgram) -> Iterator[_Gather]:
 def _gradient_passes_by(cast: Instruction, program: LocalProgram) -> bool:
     """Return whether all that read a cast give its gradient to what was cast."""
     readers = [one for one in program.instructions if cast.outputs[0] in one.reads]
-    return all("source" in dict(_gathering(one).kwargs) for one in readers)
-
-
-def _gathering(instruction: Instruction) -> Call:
-    """Return the call that gathers, of an instruction that may reshard after the forward."""
-    found: Call = instruction.call.args[0] if instruction.reshards else instruction.call
-    return found
+    return all("source" in dict(one.gathering.kwargs) for one in readers)
 
 
 def _layer_bytes(gathers: Sequence[_Gather], program: LocalProgram) -> int:

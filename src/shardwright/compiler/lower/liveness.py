@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shardwright.compiler.capture.ir import Node, Value
-from shardwright.compiler.lower.call import Call
 from shardwright.compiler.lower.program import Instruction, LocalProgram
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.cost import beside_together
@@ -67,7 +66,7 @@ class _Lives:
                 self._first_reads.setdefault(self._lies[name], at)
             self._keep(at, instruction)
             self._keep_given(at, instruction)
-            buffers = 0 if "begun" in dict(_gathering(instruction).kwargs) else _buffers(instruction, self._program)
+            buffers = 0 if "begun" in dict(instruction.gathering.kwargs) else _buffers(instruction, self._program)
             self._note(self._alive + buffers, instruction, "forward")
             for name in dict.fromkeys([*instruction.reads, *instruction.outputs]):
                 if last[name] == at:
@@ -231,12 +230,6 @@ class _Lives:
                 passed = _PASSING.of(node.op) and any(memory for memory, _ in found)
                 found.append((self._lies[instruction.reads[i]], 0 if passed else size))
         return found
-
-
-def _gathering(instruction: Instruction) -> Call:
-    """Return the call that gathers, of an instruction that may reshard after the forward."""
-    found: Call = instruction.call.args[0] if instruction.reshards else instruction.call
-    return found
 
 
 def _buffers(instruction: Instruction, program: LocalProgram, *, backward: bool = False) -> int:

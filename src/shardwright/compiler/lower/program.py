@@ -60,6 +60,12 @@ class Instruction:
         return self.call.function in ("resharded", "resharded.together")
 
     @property
+    def gathering(self) -> Call:
+        """Return the call that gathers, of an instruction that may reshard after the forward."""
+        found: Call = self.call.args[0] if self.reshards else self.call
+        return found
+
+    @property
     def enters(self) -> bool:
         """Return whether a replicated value enters split work: the identity forward, an all-reduce backward."""
         return self.kind == "redistribution" and self.moves[0][1].kind == "enter"
