@@ -193,7 +193,7 @@ class Meshes:
 
 
 MOST_WEIGHTS = 4  # of what is hidden, for each of which a search is made
-CLOSE_TO_BOUND = 1e-3  # a gap, as a share, that is not worth a search as if nothing were hidden
+CLOSE_TO_BOUND = 5e-3  # a gap, as a share, that is not worth a search as if nothing were hidden
 CLOSE_WEIGHTS = 1e-3
 P = TypeVar("P", bound=Decisions)
 
@@ -216,7 +216,7 @@ def cheapest_with_hidden(search: Callable[[Seconds], P], objective: Seconds, bef
     most plans compute for longer. Else 0 is the next, and then those where the sums of the two nearest plans meet.
     """
     hides, found = objective.hardware.hides_gradients, list[P]()
-    bounds: list[float | None] = []
+    bounds: list[tuple[float, tuple[str, ...]]] = []  # with what is said of the meshes
     lines: dict[bool, tuple[float, float]] = {}  # of the last plan of a bound that rises, or falls: at 0, and its slope
     weight = 1.0
     for _ in range(MOST_WEIGHTS):
@@ -224,7 +224,8 @@ def cheapest_with_hidden(search: Callable[[Seconds], P], objective: Seconds, bef
         prices = Prices(plan, objective.hardware)
         hidden_s = hides * (weight * prices.overlapping_s + (1 - weight) * prices.beside_s)
         found.append(_taking_less(plan, prices, hidden_s))
-        bounds.append(None if plan.bound is None else plan.bound - hides * before_s)
+        if plan.bound is not None:
+            bounds.append((plan.bound - hides * before_s, plan.considered))
         slope = hides * (prices.beside_s - prices.overlapping_s)
         lines[slope >= 0] = (plan.cost or 0.0) - slope * weight, slope
         if (slope >= 0) == (weight == 1) and weight in (0, 1):
@@ -232,12 +233,14 @@ def cheapest_with_hidden(search: Callable[[Seconds], P], objective: Seconds, bef
         before, weight = weight, _meeting(lines) if len(lines) > 1 else 0.0
         if abs(weight - before) < CLOSE_WEIGHTS:
             break
-    known = [bound for bound in bounds if bound is not None]
-    if not known or min(one.cost or 0.0 for one in found) > max(known) * (1 + CLOSE_TO_BOUND):
+    if not bounds or min(one.cost or 0.0 for one in found) > max(bounds)[0] * (1 + CLOSE_TO_BOUND):
         plan = search(objective)
         found.append(_taking_less(plan, Prices(plan, objective.hardware), 0.0))
     best = min(found, key=lambda one: one.cost or 0.0)
-    return replace(best, bound=min(max(known), best.cost or 0.0) if known else None)
+    if not bounds:
+        return replace(best, bound=None)
+    bound, considered = max(bounds)
+    return replace(best, bound=min(bound, best.cost or 0.0), considered=considered)
 
 
 def _taking_less(plan: P, prices: Prices, counted_s: float) -> P:

@@ -124,7 +124,9 @@ def certificate(plan: Decisions) -> Iterator[str]:
             bound = f"no plan {fitting}on {where} costs less than {in_unit(plan.bound, row)}"
             yield f"{cost}; {bound} (gap {plan.gap:.2%})"
     if plan.considered:
-        yield "\n  ".join(["meshes considered:", *plan.considered])
+        hides = plan.hardware is not None and plan.hardware.hides_gradients and row is not None and row.unit == "s"
+        as_if = ", at bounds of what a step takes where communication is hidden" if hides else ""
+        yield "\n  ".join([f"meshes considered{as_if}:", *plan.considered])
 
 
 def search_of(plan: Decisions) -> Search | None:
