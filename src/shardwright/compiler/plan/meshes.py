@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from shardwright.common.words import in_bytes
 from shardwright.compiler.mesh.mesh import Mesh
@@ -215,37 +215,77 @@ def cheapest_with_hidden(search: Callable[[Seconds], P], objective: Seconds, bef
     computing beside it, falls where more, and has no second top. So the first weight is 1, and mostly the last one:
     most plans compute for longer. Else 0 is the next, and then those where the sums of the two nearest plans meet.
     """
-    hides, found = objective.hardware.hides_gradients, list[P]()
-    bounds: list[tuple[float, tuple[str, ...]]] = []  # with what is said of the meshes
-    lines: dict[bool, tuple[float, float]] = {}  # of the last plan of a bound that rises, or falls: at 0, and its slope
-    weight = 1.0
-    for _ in range(MOST_WEIGHTS):
-        plan = search(objective.hiding(weight))
-        prices = Prices(plan, objective.hardware)
-        hidden_s = hides * (weight * prices.overlapping_s + (1 - weight) * prices.beside_s)
-        found.append(_taking_less(plan, prices, hidden_s))
+    return _Weighing(search, objective, before_s).cheapest()
+
+
+class _Weighing(Generic[P]):
+    """The searches of `cheapest_with_hidden`, and what each has found."""
+
+    def __init__(self, search: Callable[[Seconds], P], objective: Seconds, before_s: float) -> None:
+        self._search, self._objective = search, objective
+        self._hides, self._before_s = objective.hardware.hides_gradients, before_s
+        self._found: list[P] = []
+        self._bounds: list[tuple[float, tuple[str, ...]]] = []  # with what is said of the meshes
+        # Of the last plan of a bound that rises, or falls: its cost at weight 0, and the slope.
+        self._lines: dict[bool, tuple[float, float]] = {}
+
+    def cheapest(self) -> P:
+        """Return the plan whose step takes least, with the largest bound.
+
+        Raises:
+            OverBudget: where no search has found a plan that fits.
+        """
+        over = None
+        try:
+            self._look_at_weights()
+        except OverBudget as error:
+            over = error
+        if over is not None or not self._bounds or self._least() > max(self._bounds)[0] * (1 + CLOSE_TO_BOUND):
+            self._look_without_hiding(over)
+        best = min(self._found, key=lambda one: one.cost or 0.0)
+        if not self._bounds:
+            return replace(best, bound=None)
+        bound, considered = max(self._bounds)
+        return replace(best, bound=min(bound, best.cost or 0.0), considered=considered)
+
+    def _least(self) -> float:
+        return min(one.cost or 0.0 for one in self._found)
+
+    def _look_at_weights(self) -> None:
+        weight = 1.0
+        for _ in range(MOST_WEIGHTS):
+            rises = self._rises_at(weight)
+            if rises == (weight == 1) and weight in (0, 1):
+                return
+            before, weight = weight, _meeting(self._lines) if len(self._lines) > 1 else 0.0
+            if abs(weight - before) < CLOSE_WEIGHTS:
+                return
+
+    def _rises_at(self, weight: float) -> bool:
+        """Search at a weight; return whether the bound rises there."""
+        plan = self._search(self._objective.hiding(weight))
+        prices = Prices(plan, self._objective.hardware)
+        self._take(plan, prices, weight * prices.overlapping_s + (1 - weight) * prices.beside_s)
         if plan.bound is not None:
-            bounds.append((plan.bound - hides * before_s, plan.considered))
-        slope = hides * (prices.beside_s - prices.overlapping_s)
-        lines[slope >= 0] = (plan.cost or 0.0) - slope * weight, slope
-        if (slope >= 0) == (weight == 1) and weight in (0, 1):
-            break
-        before, weight = weight, _meeting(lines) if len(lines) > 1 else 0.0
-        if abs(weight - before) < CLOSE_WEIGHTS:
-            break
-    if not bounds or min(one.cost or 0.0 for one in found) > max(bounds)[0] * (1 + CLOSE_TO_BOUND):
-        plan = search(objective)
-        found.append(_taking_less(plan, Prices(plan, objective.hardware), 0.0))
-    best = min(found, key=lambda one: one.cost or 0.0)
-    if not bounds:
-        return replace(best, bound=None)
-    bound, considered = max(bounds)
-    return replace(best, bound=min(bound, best.cost or 0.0), considered=considered)
+            self._bounds.append((plan.bound - self._hides * self._before_s, plan.considered))
+        slope = self._hides * (prices.beside_s - prices.overlapping_s)
+        self._lines[slope >= 0] = (plan.cost or 0.0) - slope * weight, slope
+        return slope >= 0
 
+    def _look_without_hiding(self, over: OverBudget | None) -> None:
+        """Search as if nothing were hidden; where nothing fits that has been found before, either, raise the error."""
+        try:
+            plan = self._search(self._objective)
+        except OverBudget as again:
+            if self._found:
+                return
+            raise min((again, over or again), key=lambda error: error.least_bytes) from None
+        self._take(plan, Prices(plan, self._objective.hardware), 0.0)
 
-def _taking_less(plan: P, prices: Prices, counted_s: float) -> P:
-    """The plan with what a step takes, where a search has counted so much as hidden."""
-    return replace(plan, cost=(plan.cost or 0.0) + counted_s - prices.hidden_s)
+    def _take(self, plan: P, prices: Prices, counted_s: float) -> None:
+        """Keep a plan with what its step takes, of which the search has counted so much as done at once."""
+        cost = (plan.cost or 0.0) + self._hides * counted_s - prices.hidden_s
+        self._found.append(replace(plan, cost=cost))
 
 
 def _meeting(lines: Mapping[bool, tuple[float, float]]) -> float:
