@@ -20,6 +20,7 @@ from shardwright.compiler.capture.ir import Capture, Filled, Node, Value
 from shardwright.compiler.capture.operators import HALF
 from shardwright.compiler.capture.rewriting.logits import without_wide_logits
 from shardwright.compiler.capture.rewriting.masks import lookups_as_views, without_known_masks
+from shardwright.compiler.capture.rewriting.norms import with_rms_norms
 from shardwright.compiler.capture.rewriting.writer import Writer
 from shardwright.compiler.rules.row import chosen_dims
 from shardwright.compiler.rules.table import Column, column
@@ -35,12 +36,14 @@ def rewrite(
 ) -> Capture:
     """Return the capture with every mean taken apart, and batch normalisation as asked for.
 
-    It has no masks that are known, and no logits of a large vocabulary that are cast as a whole.
+    It has no masks that are known, no logits of a large vocabulary that are cast as a whole, and norms as one operator.
 
     Args:
         filled: inputs of which each entry is known.
     """
-    rewritten = without_known_masks(lookups_as_views(without_wide_logits(means_to_sums(capture))), filled)
+    rewritten = without_known_masks(
+        lookups_as_views(without_wide_logits(means_to_sums(with_rms_norms(capture)))), filled
+    )
     return rewritten if batch_norm == "global" else statistics_per_replica(rewritten)
 
 
