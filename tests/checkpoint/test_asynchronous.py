@@ -8,12 +8,13 @@ import threading
 import time
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from faulty_files import Faulty
 from ranks import run_ranks
@@ -21,7 +22,7 @@ from saved import good_step, no_leftovers, save_step, state_of
 from shardwright import checkpoint
 from shardwright.checkpoint.loading.load import load
 from shardwright.checkpoint.saving.asynchronous import AsyncSaver, own_ranks
-from shardwright.checkpoint.saving.image import Copy
+from shardwright.checkpoint.saving.image import ROOM_BYTES, Copy, Image, room_of
 from shardwright.checkpoint.saving.save import TO_SAVE
 from shardwright.checkpoint.storage.files import LocalFiles
 from shardwright.checkpoint.storage.store import Store
@@ -129,6 +130,30 @@ def _saved(directory, clones):
     return all(torch.equal(wanted[path], tensor) for path, tensor in clones.items())
 
 
+@pytest.mark.slow
+def test_a_training_loop_saves_what_was_there_at_the_call(tmp_path, copies):
+    """The forward changes the statistics of the batch norm, the step the rest, and the average after it."""
+    model = _network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    run, then = Run(model, optimizer, ema=average), {}
+    optimizer.register_step_pre_hook(lambda *_: copies.append("step"))
+    for step in range(1, 5):
+        for _ in range(2):  # accumulated
+            model(torch.randn(16, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update_parameters(model)
+        checkpoint.save(tmp_path, model, optimizer, step=step, ema=average, asynchronous=True)
+        then[step] = _clones(run)
+    checkpoint.wait(model)
+    assert copies == ["step", *["copied", "step"] * 3, "copied"]
+    for step, clones in then.items():
+        assert _saved(tmp_path / f"step-{step:08d}", clones), step
+    assert not torch.equal(then[1]["model", "1.running_mean"], then[2]["model", "1.running_mean"])
+    assert not torch.equal(then[1]["ema", "module.0.weight"], then[2]["ema", "module.0.weight"])
+
+
 def test_what_is_changed_too_early_is_an_error_and_no_checkpoint(tmp_path, copies):
     model = _network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -152,6 +177,17 @@ def test_what_is_changed_too_early_is_an_error_and_no_checkpoint(tmp_path, copie
         model[2].bias.fill_(3)
     checkpoint.wait(model)
     assert _saved(tmp_path / "step-00000003", then)
+
+
+def test_weights_that_a_forward_changes_are_copied_at_once(tmp_path, copies):
+    model = nn.Sequential(nn.Embedding(5, 3, max_norm=0.1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    then = _clones(Run(model))
+    checkpoint.save(tmp_path, model, optimizer, step=1, asynchronous=True)
+    model(torch.arange(5))
+    assert not torch.equal(model[0].weight, then["model", "0.weight"])
+    checkpoint.wait(model)
+    assert _saved(tmp_path / "step-00000001", then)
 
 
 def test_averages_are_copied_at_once_where_a_scaler_may_skip_the_step(tmp_path, copies):
@@ -298,3 +334,40 @@ def test_training_goes_on_between_ranks_that_save(tmp_path):
     store = Store(tmp_path)
     assert list(store.complete()) == ["step-10", "step-20", "step-30"]
     assert [good_step(store, name) for name in store.complete()] == [10, 20, 30]
+
+
+class Driver:
+    """As much of a GPU's driver as pins memory; ``error`` is what it answers."""
+
+    def __init__(self, error=0):
+        self.error, self.pinned = error, {}
+
+    def cudaHostRegister(self, address, size, flags):
+        assert (address % 4096, flags) == (0, 0)
+        if not self.error:
+            self.pinned[address] = size
+        return self.error
+
+    def cudaHostUnregister(self, address):
+        assert Path("/proc/self/maps").read_text().count(f"{address:x}-"), "it is still there"
+        del self.pinned[address]
+        return 0
+
+
+def test_memory_that_is_pinned_has_the_size_that_is_asked_for_and_is_given_back(monkeypatch):
+    """Torch's own would have the next power of two, twice as much here."""
+    driver, image = Driver(), Image()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    for size in ((1 << 20) + 1, (5 << 20) + 1):
+        image._make_room(size, pinned=True)
+        assert driver.pinned == {image.memory.data_ptr(): size + ROOM_BYTES}
+        assert not image.memory.count_nonzero()
+    del image
+    assert driver.pinned == {}
+    driver.error = 2
+    forgotten = []
+    runtime = SimpleNamespace(cudaGetLastError=lambda: forgotten.append(2))
+    monkeypatch.setattr("shardwright.checkpoint.saving.image._runtime", lambda: runtime)
+    with pytest.warns(UserWarning, match=r"5 MB of memory for saves cannot be pinned \(CUDA error 2\): each save"):
+        assert room_of(5_000_000, True).nbytes == 5_000_000
+    assert forgotten == [2]

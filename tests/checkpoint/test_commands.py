@@ -161,6 +161,28 @@ def test_all_of_it_reads_urls(run, tmp_path):
         memory.rm("/bucket", recursive=True)
 
 
+def test_a_store_that_refuses_is_named(run, monkeypatch):
+    memory = fsspec.filesystem("memory")
+    memory.put(str(run), "/bucket/run", recursive=True)
+
+    def refuse(*_, **__):
+        raise LookupError("no credentials")
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(memory, "ls", refuse)
+            with pytest.raises(
+                CheckpointError, match="memory://bucket/run cannot be read: LookupError: no credentials"
+            ):
+                invoke("show", "memory://bucket/run")
+        with monkeypatch.context() as patch:
+            patch.setattr(memory, "cat_file", refuse)
+            with pytest.raises(CheckpointError, match=r"checkpoint.json cannot be read: LookupError: no credentials"):
+                invoke("show", "memory://bucket/run/step-00000100")
+    finally:
+        memory.rm("/bucket", recursive=True)
+
+
 def test_no_form_of_a_manifest_raises_another_error(tmp_path):
     """Behind a right checksum, too: it is refused when it is read, or the checkpoint is shown, verified and loaded."""
     about = {"step": 1, "metrics": {"loss": 0.5}}

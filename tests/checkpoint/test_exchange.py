@@ -19,6 +19,7 @@ from shardwright.checkpoint.exchange.exchange import load_state, read_state, spl
 from shardwright.checkpoint.exchange.merge import merge
 from shardwright.checkpoint.inspection.verify import verify
 from shardwright.checkpoint.loading.load import load
+from shardwright.checkpoint.loading.source import open_source
 from shardwright.checkpoint.saving.save import TO_SAVE, save
 from shardwright.checkpoint.storage.store import Store
 from shardwright.distributed.ranks import OneRank
@@ -99,6 +100,14 @@ def test_safetensors_are_read_from_files_and_folders(tmp_path):
         read_state(folder)
 
 
+def test_a_url_is_read_and_leaves_nothing(tmp_path):
+    path = tmp_path / "a.pth"
+    torch.save(a_model().state_dict(), path)
+    same_states(read_state(f"file://{path}"), dict(a_model().state_dict()))
+    with pytest.raises(CheckpointError, match=r"file:///nowhere/x.pth cannot be read: FileNotFoundError"):
+        read_state("file:///nowhere/x.pth")
+
+
 class Harmful:
     def __reduce__(self):
         return (print, ("code was run",))
@@ -153,6 +162,15 @@ def test_a_state_that_does_not_fit_changes_nothing(tmp_path):
     same_states(dict(model.state_dict()), before)
 
 
+def test_a_tied_tensor_is_taken_from_the_one_name_that_is_there():
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[1].weight = model[0].weight
+    load_state({"0.weight": torch.ones(4, 4)}, model)
+    assert model[1].weight.all()
+    with pytest.raises(CheckpointError, match=r"missing in the checkpoint: model.0.weight, model.1.weight"):
+        load_state({"other": torch.ones(4, 4)}, model)
+
+
 def _load_into_a_parallel(path, wanted):
     sw.init()
     torch.manual_seed(1)
@@ -198,6 +216,15 @@ def test_a_file_that_is_split_and_merged_is_the_same(tmp_path, ranks, suffix):
     into = {("model", name): torch.zeros_like(tensor) for name, tensor in state.items()}
     load(tmp_path / "run", into)
     same_states({path[1]: tensor for path, tensor in into.items()}, state)
+
+
+def test_a_directory_with_checkpoints_is_not_split_into(tmp_path):
+    torch.save(tensors(), tmp_path / "a.pt")
+    split(tmp_path / "a.pt", tmp_path / "run")
+    with pytest.raises(UsageError, match=r"run has checkpoints already \(step-00000000\)"):
+        split(tmp_path / "a.pt", tmp_path / "run")
+    with pytest.raises(UsageError, match="--ranks 0: expected at least 1"):
+        split(tmp_path / "a.pt", tmp_path / "other", 0)
 
 
 def test_a_failure_on_one_part_ends_the_split_of_all(tmp_path):
@@ -271,6 +298,30 @@ def test_merges_that_cannot_be_are_refused(tmp_path, to, what, error, message):
         merge(tmp_path / "run", f"{tmp_path}/{to}", what)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["full", "run", "there.pt"]
     assert (tmp_path / "there.pt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("to", ["a.safetensors", "a.pt", "folder/"])
+def test_a_merge_of_a_damaged_checkpoint_leaves_nothing(tmp_path, to):
+    a_run(tmp_path / "run")
+    path = tmp_path / "run" / "step-1" / "__0_0.distcp"
+    place = open_source(tmp_path / "run").manifest.entries["model.norm.bias"].chunks[0].place
+    raw = bytearray(path.read_bytes())
+    raw[place.start + place.data] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(CheckpointError, match=r"__0_0.distcp: .*\(entry model.norm.bias\)"):
+        merge(tmp_path / "run", f"{tmp_path}/{to}")
+    assert [p.name for p in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_dtype_that_safetensors_lacks_is_named(tmp_path):
+    save(
+        Store(tmp_path / "run"), "s", {("model", "w"): torch.ones(2, dtype=torch.complex128)}, {}, {}, OneRank(TO_SAVE)
+    )
+    with pytest.raises(
+        CheckpointError, match=r"safetensors cannot hold w, which is torch.complex128; write a .pt file"
+    ):
+        merge(tmp_path / "run", tmp_path / "a.safetensors")
+    assert [p.name for p in tmp_path.iterdir()] == ["run"]
 
 
 def test_a_folder_gets_the_configuration_of_the_run(tmp_path):

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import os
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -26,7 +27,7 @@ from shardwright.checkpoint.storage.store import Store
 from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.distributed.ranks import OneRank, ProcessRanks
-from shardwright.errors import CheckpointError, DamageError
+from shardwright.errors import CheckpointError, DamageError, UsageError
 from simulated_ranks import SimulatedRanks
 
 DTYPES = [
@@ -208,6 +209,34 @@ def test_a_rank_reads_about_its_own_part(tmp_path):
         assert read.opened == 1
 
 
+def test_reads_that_come_in_parts_are_completed(tmp_path, monkeypatch):
+    """A signal may end a read early, and some file systems give fewer bytes than were asked for."""
+    whole = torch.randn(1 << 18)
+    save_as(tmp_path, {("w",): whole})
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, parts, start: preadv(file, [parts[0][:70_001]], start))
+    wanted = {("w",): torch.zeros_like(whole)}
+    load(tmp_path, wanted)
+    assert torch.equal(wanted["w",], whole)
+
+
+def test_a_file_that_ends_early_after_it_was_looked_at_is_refused(tmp_path, monkeypatch):
+    save_as(tmp_path, {("w",): torch.randn(1 << 19), ("x",): torch.randn(3)})
+    path, end = tmp_path / "step-1" / "__0_0.distcp", 300_000
+    monkeypatch.setattr(Source, "check_files", lambda _: os.truncate(path, end))
+    with pytest.raises(DamageError, match=rf"ends at byte {end}, where \d+ more were written \(entry w\)"):
+        load(tmp_path, {("w",): torch.zeros(1 << 19), ("x",): torch.zeros(3)}, threads=1)
+
+
+def test_memory_that_is_not_contiguous_is_filled_too(tmp_path):
+    whole = torch.randn(6, 8)
+    save_as(tmp_path, {("t",): whole, ("s",): whole[0]})
+    into, strided = torch.zeros(8, 6).t(), torch.zeros(16)[::2]
+    load(tmp_path, {("t",): into, ("s",): strided})
+    assert torch.equal(into, whole)
+    assert torch.equal(strided, whole[0])
+
+
 def test_values_come_back_and_a_tensor_without_room_comes_whole(tmp_path):
     state = {("run", "epoch"): 3, ("run", "rng"): torch.arange(5), ("optimizer", "param_groups", "0"): {"lr": 0.5}}
     save_as(tmp_path, state)
@@ -261,6 +290,43 @@ def test_everything_that_does_not_fit_is_told_at_once_and_nothing_is_changed(tmp
     assert loaded.missing == ("model.backbone.0.weight", "model.backbone.1.weight")
     assert loaded.extra == ("model.encoder.0.weight", "model.encoder.1.weight")
     assert len(loaded.differing) == len(loaded.converted) == 1
+
+
+def test_the_suggested_rename_works_for_the_optimizer_too(tmp_path):
+    saved = {
+        ("model", "module.encoder.w"): torch.ones(2),
+        ("optimizer", "state", "module.encoder.w", "m"): torch.ones(2),
+    }
+    save_as(tmp_path, saved)
+    wanted = {("model", "encoder.w"): torch.zeros(2), ("optimizer", "state", "encoder.w", "m"): torch.zeros(2)}
+    with pytest.raises(CheckpointError, match=r"rename=\{'module\.\*': '\*'\}"):
+        load(tmp_path, wanted)
+    load(tmp_path, wanted, rename={"module.*": "*"})
+    assert all(tensor.all() for tensor in wanted.values())
+    load(tmp_path, wanted, rename=lambda name: name.removeprefix("module."))
+
+
+WRONG = {
+    r"40 wanted here, missing .*model\.n9, and 30 more": (("a",), [f"n{i}" for i in range(40)], {}),
+    "nothing at all under: model": ((), ["a"], {}),
+    r"no entry of the checkpoint has a name that fits 'decodr\.\*'; near are: decoder.w": (
+        ("decoder.w", "encoder.w"), ["decoder.w", "encoder.w"], {"rename": {"decodr.*": "x.*"}},
+    ),
+    "the new name has more": (("decoder.w",), ["decoder.w"], {"rename": {"decoder.w": "*"}}),
+    "rename= makes one name of model.decoder.w and model.encoder.w: model.w": (
+        ("decoder.w", "encoder.w"), ["w"], {"rename": {"decoder.*": "w", "encoder.*": "w"}},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_what_cannot_be_loaded_is_named(tmp_path, message):
+    saved, wanted, options = WRONG[message]
+    save_as(tmp_path, model_state(*saved) | {("run", "w"): 3})
+    with pytest.raises((CheckpointError, UsageError), match=message):
+        load(tmp_path, model_state(*wanted), **options)
+    with pytest.raises(CheckpointError, match="w is no tensor in the checkpoint, but one here"):
+        load(tmp_path, {("run", "w"): torch.zeros(())})
 
 
 def test_places_that_cannot_be_filled_are_named(tmp_path):

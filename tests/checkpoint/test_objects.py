@@ -3,6 +3,7 @@
 import itertools
 import time
 import uuid
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import fsspec
@@ -17,7 +18,7 @@ from shardwright.checkpoint.saving.save import save
 from shardwright.checkpoint.storage import objects
 from shardwright.checkpoint.storage.folders import open_folder
 from shardwright.checkpoint.storage.objects import MARK, ObjectFiles, ObjectStore, open_store
-from shardwright.checkpoint.storage.store import Retention
+from shardwright.checkpoint.storage.store import Retention, Store
 from shardwright.data.remote import local_copy
 from shardwright.errors import CheckpointError, UsageError
 from simulated_ranks import SimulatedRanks
@@ -66,6 +67,18 @@ def test_steps_are_saved_found_and_given_up(url):
     no_marks(store)
 
 
+def test_a_path_is_no_url(tmp_path):
+    assert type(open_store(tmp_path)) is Store
+    with pytest.raises(UsageError, match="nosuch://x: expected a path, or a URL such as s3://"):
+        open_store("nosuch://x")
+
+
+@pytest.mark.skipif(find_spec("gcsfs") is not None, reason="gcsfs is installed")
+def test_a_package_that_is_missing_is_named():
+    with pytest.raises(UsageError, match="gs:// needs a package that is not installed; type: pip install gcsfs"):
+        open_store("gs://runs/a")
+
+
 def test_torch_reads_what_was_saved_to_a_url(tmp_path):
     save_step(open_store(f"file://{tmp_path}/runs"), 5)
     dcp_to_torch_save(tmp_path / "runs" / "step-5", tmp_path / "whole.pt")
@@ -108,6 +121,42 @@ def test_a_process_that_dies_at_any_operation_leaves_a_good_checkpoint(url):
         assert good_step(store_at(at)) == 3
         no_marks(store_at(at))
         assert list(store_at(at).complete()) == ["step-3"]
+
+
+def test_what_others_keep_beside_the_checkpoints_stays(url):
+    store = open_store(url)
+    store.files.make_directory(f"{store.directory}/notes")
+    store.files.system.pipe_file(f"{store.directory}/notes/mine.txt", b"mine")
+    save_step(store, 1)
+    save_step(store, 2)
+    assert store.files.read(f"{store.directory}/notes/mine.txt") == b"mine"
+
+
+def test_the_only_checkpoint_is_not_replaced(url):
+    store = open_store(url)
+    save_step(store, 1, name="last")
+    with pytest.raises(CheckpointError, match="is the only complete checkpoint here: objects cannot be"):
+        save_step(store, 2, name="last")
+    assert good_step(store) == 1
+    save_step(store, 3)
+    save_step(store, 4, name="last")
+    assert good_step(store) == 4
+    no_marks(store)
+
+
+def _full():
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("at", ["create", "write", "finish"])
+def test_a_failure_is_an_error_and_leaves_nothing(url, at):
+    store = open_store(url)
+    save_step(store, 1)
+    failing = ObjectStore(store.directory, Faulty(store.files, at, _full))
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        save_step(failing, 2)
+    assert store.files.list(store.directory) == ["latest", "step-1"]
+    assert good_step(store) == 1
 
 
 def test_a_second_job_is_refused_while_the_first_lives_and_waits_for_the_lease_of_a_dead_one(url):

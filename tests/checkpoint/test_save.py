@@ -105,6 +105,14 @@ def test_a_save_of_one_rank_holds_every_entry(tmp_path):
     ]  # fmt: skip
 
 
+def test_a_view_does_not_drag_its_storage_along(tmp_path):
+    big = torch.zeros(1 << 20)
+    manifest = save(
+        Store(tmp_path), "s", {("x",): big[10:20], ("y",): big.view(1024, 1024)[:, 3]}, {}, {}, OneRank(TO_SAVE)
+    )
+    assert manifest.files["__0_0.distcp"].size_bytes < 20_000
+
+
 def test_torch_reads_the_whole_nested_state(tmp_path):
     state = a_state()
     save(Store(tmp_path), "s", state, {}, {}, OneRank(TO_SAVE))

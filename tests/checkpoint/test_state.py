@@ -13,7 +13,7 @@ from torch.optim import swa_utils
 import shardwright as sw
 from models import NETWORKS, Perceptron, Transformer, next_token, transformer_batch
 from shardwright.checkpoint.loading.source import open_source
-from shardwright.errors import CheckpointError
+from shardwright.errors import CheckpointError, UsageError
 
 OPTIMIZERS = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
@@ -75,6 +75,18 @@ def test_every_optimizer_of_torch_goes_on_as_if_nothing_had_been(name, before, t
     same(optimizer, its)
     assert train(fresh, its, 3, before) == train(model, optimizer, 3, before)
     same(optimizer, its)
+
+
+def test_a_state_that_has_another_dtype_than_its_parameter_keeps_it(tmp_path):
+    model, optimizer = perceptron()
+    train(model, optimizer, 1)
+    for state in optimizer.state.values():
+        state["exp_avg"] = state["exp_avg"].double() / 3
+    sw.checkpoint.save(tmp_path, model, optimizer, step=1)
+    fresh, its = perceptron(seed=1)
+    sw.checkpoint.load(tmp_path, fresh, its)
+    same(optimizer, its)
+    assert next(iter(its.state.values()))["exp_avg"].dtype == torch.float64
 
 
 def test_lbfgs_is_refused_once_it_has_a_state(tmp_path):
@@ -331,3 +343,13 @@ def test_the_newest_is_named_and_a_directory_that_cannot_be_is_an_error_of_the_w
     sw.checkpoint.save(tmp_path / "blocked", model, optimizer, step=2, asynchronous=True)
     with pytest.raises(CheckpointError, match="blocked"):
         sw.checkpoint.wait(model)
+
+
+def test_a_plain_file_is_of_a_model_alone(tmp_path):
+    model, _ = perceptron()
+    torch.save({"epoch": 3, "model": model.state_dict()}, tmp_path / "epoch_3.pth")
+    fresh, its = perceptron(seed=1)
+    with pytest.raises(UsageError, match="as the state dict of a model alone; leave out optimizer"):
+        sw.checkpoint.load(tmp_path / "epoch_3.pth", fresh, its)
+    assert sw.checkpoint.load(tmp_path / "epoch_3.pth", fresh).name == "epoch_3.pth"
+    assert all(torch.equal(t, model.state_dict()[name]) for name, t in fresh.state_dict().items())

@@ -56,6 +56,13 @@ def test_a_directory_without_a_valid_manifest_is_no_checkpoint(tmp_path, damage)
     no_leftovers(store)
 
 
+@pytest.mark.parametrize("name", ["", ".hidden", "a/b", "latest", "two\nlines"])
+def test_a_name_that_cannot_be_one_is_refused(tmp_path, name):
+    with pytest.raises(CheckpointError, match="cannot be the name of a checkpoint"):
+        save(Store(tmp_path), name, state_of(1), {}, {}, SimulatedRanks(0, [None], [None]))
+    assert list(tmp_path.iterdir()) == []
+
+
 LOSSES = {1: 0.9, 2: 0.3, 3: 0.5, 4: 0.3, 5: 0.8, 6: float("nan"), 7: None, 8: 0.7}
 
 
@@ -81,6 +88,38 @@ def test_retention(tmp_path, retention, left):
     assert list(store.complete()) == [f"step-{step}" for step in left]
     assert [good_step(store, name) for name in store.complete()] == left
     no_leftovers(store)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"latest_k": 0}, "latest_k=0: keep at least 1"),
+        ({"top_k": 2}, "a metric tells the best"),
+        ({"metric": "loss"}, "a metric tells the best"),
+        ({"top_k": 2, "metric": "loss", "mode": "best"}, "say whether 'min' or 'max' is best"),
+    ],
+)
+def test_a_retention_that_makes_no_sense_is_refused(arguments, message):
+    with pytest.raises(CheckpointError, match=message):
+        Retention(**arguments)
+
+
+class Sticky(LocalFiles):
+    """Files of which some cannot be removed."""
+
+    def remove(self, path):
+        if "step-1" in path:
+            raise PermissionError(13, "Permission denied", path)
+        super().remove(path)
+
+
+def test_an_old_one_that_cannot_be_removed_is_a_warning_and_goes_with_the_next_save(tmp_path):
+    save_step(Store(tmp_path), 1)
+    with pytest.warns(UserWarning, match="an older checkpoint could not be removed: .*: Permission"):
+        save_step(Store(tmp_path, Sticky(), Retention(latest_k=1)), 2)
+    assert list(Store(tmp_path).complete()) == ["step-2"]
+    save_step(Store(tmp_path), 3)
+    no_leftovers(Store(tmp_path))
 
 
 class FullOn(LocalFiles):
@@ -121,6 +160,21 @@ def test_a_full_disk_is_an_error_and_the_last_good_one_stays(tmp_path):
         assert good_step(store) == 3
 
 
+def test_a_first_save_that_fails_leaves_no_directory(tmp_path):
+    with mounted(tmp_path / "small", 1 << 20) as disk:
+        store = Store(disk / "above" / "checkpoints")
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match="No space left on device"):
+                save_step(store, 1, numel=10_000_000)
+            assert list(disk.iterdir()) == []
+        (disk / "above").mkdir()
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            save_step(store, 1, numel=10_000_000)
+        assert list(disk.rglob("*")) == [disk / "above"]
+        save_step(store, 1)
+        assert good_step(store) == 1
+
+
 def test_a_read_only_directory_is_an_error_and_the_last_good_one_loads(tmp_path):
     with mounted(tmp_path / "fixed", 1 << 20) as disk:
         store = Store(disk)
@@ -129,3 +183,11 @@ def test_a_read_only_directory_is_an_error_and_the_last_good_one_loads(tmp_path)
         with pytest.raises(CheckpointError, match=r"cannot begin to save .*step-2: .*: Read-only file system"):
             save_step(store, 2)
         assert good_step(store) == 1
+
+
+def test_a_file_in_place_of_the_directory_is_an_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"cannot begin to save .*: Not a directory"):
+        save_step(Store(tmp_path / "file"), 1)
+    with pytest.raises(CheckpointError, match="Not a directory"):
+        save_step(Store(tmp_path / "file" / "inner"), 1)

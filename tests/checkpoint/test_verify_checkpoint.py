@@ -94,6 +94,17 @@ def test_one_byte_flipped_in_any_file_is_found(saved, file, data):
         path.write_bytes(before)
 
 
+def test_only_what_is_needed_of_a_damaged_checkpoint_can_be_read(tmp_path):
+    save_step(tmp_path, 1)
+    path = tmp_path / "step-1" / "__0_0.distcp"
+    raw = bytearray(path.read_bytes())
+    raw[open_source(tmp_path).manifest.entries["model.w"].chunks[0].place.start + 200] ^= 1
+    path.write_bytes(raw)
+    bias = torch.zeros(7, dtype=torch.bfloat16)
+    load(tmp_path, {("model", "b"): bias}, strict=False)
+    assert bias.all()
+
+
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
@@ -155,3 +166,15 @@ def test_the_pointer_is_looked_at(tmp_path):
         [found] = damages(tmp_path)
         assert found.file == "latest"
         assert what in found.what
+
+
+def test_where_there_is_no_checkpoint_it_is_said(tmp_path):
+    (tmp_path / "notes.txt").write_text("x")
+    for where, has in ((tmp_path, "notes.txt"), (tmp_path / "nowhere", "nothing, or is not there")):
+        with pytest.raises(CheckpointError, match=f"no checkpoint in {where}.*{has}"):
+            verify(where)
+        with pytest.raises(CheckpointError, match=f"no checkpoint in {where}.*{has}"):
+            open_source(where)
+    (tmp_path / ".metadata").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"torch\.distributed\.checkpoint wrote it.*split FILE.pt --to DIR"):
+        open_source(tmp_path)

@@ -2,6 +2,7 @@
 
 import os
 import stat
+from pathlib import Path
 
 import pytest
 
@@ -77,3 +78,15 @@ def test_a_folder_where_strangers_may_write_is_not_used(cache, tmp_path, loosene
     assert path.parent == tmp_path / "tmp" / f"shardwright-{os.getuid()}" / "native"
     assert path != evil
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+def test_a_shared_folder_as_tmp_will_do(cache, tmp_path):
+    (tmp_path / "cache").chmod(0o1777)
+    assert native.built().parent == cache
+
+
+def test_without_a_private_folder_nothing_is_loaded(cache, tmp_path):
+    (tmp_path / "cache").chmod(0o777)
+    own = tmp_path / "tmp" / f"shardwright-{os.getuid()}"
+    own.symlink_to(Path("/"))
+    assert native.built() is None

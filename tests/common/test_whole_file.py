@@ -34,3 +34,9 @@ def test_a_file_takes_its_name_once_it_is_complete(tmp_path):
     write_whole(path, slowly)
     assert path.read_text() == "new"
     assert os.listdir(tmp_path) == ["state.pt"]
+
+
+def test_a_write_that_makes_no_file_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        write_whole(tmp_path / "state.pt", lambda _: None)
+    assert os.listdir(tmp_path) == []
