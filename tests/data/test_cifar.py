@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardwright as sw
+import shardwright.data.cifar_pickle as pickle_module
 from shardwright.cli import cli
 from shardwright.data.cifar import BINARY, PYTHON, VERSIONS, cifar_files, python_bytes
-from shardwright.data.cifar_pickle import RefusedPickle, byte_array, read_pickle
+from shardwright.data.cifar_pickle import RefusedPickle, byte_array, pickle_bytes, read_pickle
 from shardwright.errors import DataError
 
 RANDOM = np.random.default_rng(0)
@@ -99,6 +100,20 @@ def test_missing_files_say_where_to_get_them(tmp_path):
     assert "cifar-10-batches-py/data_batch_3: cannot be read: [Errno 2]" in message_of(tmp_path)
 
 
+# What a file of the python version looks like, from other writers than ours.
+def by_python_3(protocol):
+    entries = {b"data": IMAGES.reshape(23, 3072), b"labels": LABELS.tolist(), b"filenames": [b"a.png"] * 23}
+    return pickle.dumps(entries, protocol=protocol)
+
+
+@pytest.mark.parametrize("contents", [by_python_3(p) for p in (2, 3, 4, 5)], ids=["2", "3", "4", "5"])
+def test_files_written_by_python_3(tmp_path, contents):
+    write(tmp_path)
+    for number in range(1, 6):
+        (tmp_path / "cifar-10-batches-py" / f"data_batch_{number}").write_bytes(contents)
+    check(sw.CIFAR10(tmp_path), np.concatenate([IMAGES] * 5), np.concatenate([LABELS] * 5))
+
+
 @pytest.mark.parametrize("encoding", ["bytes", "latin1"])
 def test_our_files_are_read_by_pickle_itself(encoding):
     with warnings.catch_warnings():
@@ -136,6 +151,68 @@ def test_a_malicious_pickle_is_refused_and_runs_nothing(tmp_path, protocol, func
     assert name.split(".")[1] in message
 
 
+@pytest.mark.parametrize(
+    "contents",
+    [
+        b"\x80\x02cnumpy\ndtype\n(U\x02u1tR(dU\x06__dict__K\x01ssb.",  # a state on an instance
+        b"\x80\x02cnumpy\ndtype\n(NN\x86b.",  # on a class
+        b"\x80\x02cnumpy\ndtype\n}U\x0b__setstate__K\x01s\x86b.",
+        b"\x80\x02U\x03abc(U\x01xtR.",  # a call of a string
+        b"\x80\x02(cnumpy\ndtype\nU\x02O8o.",
+        b"\x80\x02cnumpy\nndarray\n(K\x01tR.",
+        b"\x80\x02r\xff\xff\xff\x7f.",  # a place in the memo that would take gigabytes
+        b"\x80\x02U\x01pQ.",  # a persistent id
+        b"\x80\x02\x82\x01.",  # an extension
+        b"\x80\x05\x97.",  # an outside buffer
+        b"\x80\x04\x8e\xff\xff\xff\xff\xff\xff\xff\x7f.",
+    ],
+)
+def test_odd_programs_are_refused(contents):
+    with pytest.raises(RefusedPickle, match="at offset"):
+        byte_array(read_pickle(contents)["data"])
+    assert "__setstate__" in dir(pickle_module._Dtype)
+    assert callable(pickle_module._Dtype.__setstate__)
+
+
+def changed(**entries):
+    good = {b"data": IMAGES.reshape(23, 3072), b"labels": LABELS.tolist()}
+    return {k: v for k, v in (good | {k.encode(): v for k, v in entries.items()}).items() if v is not None}
+
+
+@pytest.mark.parametrize(
+    ("contents", "message"),
+    [
+        (pickle.dumps([1, 2]), "expected a pickled dictionary, got: it holds a list"),
+        (pickle.dumps({}), "expected the entries data and labels, got none"),
+        (pickle.dumps(changed(labels=None)), "expected the entries data and labels, got data"),
+        (pickle.dumps(changed(data=[1])), "expected an array of bytes, got a list"),
+        (pickle.dumps(changed(data=IMAGES[0, 0])), r"expected data of shape (images, 3072), got (32, 32)"),
+        (pickle.dumps(changed(data=IMAGES.astype(np.float32)), 2), "expected an array of unsigned bytes, got one of"),
+        (pickle.dumps(changed(data=np.array([[]] * 2, dtype=object)), 2), "expected an array of unsigned bytes"),
+        (pickle.dumps(changed(labels=[1, 2])), "expected 23 labels, one per image, got 2"),
+        (pickle.dumps(changed(labels=b"abc")), "expected 23 labels, one per image, got bytes"),
+        (pickle.dumps(changed(labels=[*[3] * 22, 10])), "expected labels from 0 to 9, got 10 for image 22"),
+        (pickle.dumps(changed(labels=[*[3] * 22, None])), "expected labels from 0 to 9, got None for image 22"),
+        (b"", "at offset 0: expected a pickled dictionary, got: the end of the file"),
+        (b"not a pickle", "expected a pickled dictionary, got: "),
+        (pickle_bytes(changed())[:5000], "expected a pickled dictionary, got: the end of the file"),
+    ],
+)
+def test_a_pickle_with_something_else(tmp_path, contents, message):
+    path = write(tmp_path) / "cifar-10-batches-py" / "data_batch_4"
+    path.write_bytes(contents)
+    assert message_of(tmp_path).startswith(f"{path}: ")
+    assert message in message_of(tmp_path)
+
+
+def test_an_array_that_says_another_shape():
+    contents = pickle_bytes({b"data": IMAGES.reshape(23, 3072)})
+    lying = contents.replace(b"K\x17M\x00\x0c", b"K\x18M\x00\x0c")  # (23, 3072), (24, 3072)
+    assert lying != contents
+    with pytest.raises(RefusedPickle, match="expected an array of bytes, got: cannot reshape"):
+        byte_array(read_pickle(lying)["data"])
+
+
 @given(st.data())
 def test_a_damaged_pickle_raises_nothing_else(data):
     contents = bytearray(python_bytes(IMAGES[:1, :, :, :], LABELS[:1], "x"))
@@ -146,6 +223,31 @@ def test_a_damaged_pickle_raises_nothing_else(data):
         byte_array(read_pickle(bytes(contents))["data"])
     except (RefusedPickle, KeyError):
         pass
+
+
+@pytest.mark.parametrize(
+    ("length", "message"),
+    [
+        (0, "at offset 0: expected a record of 3073 bytes (label and image), got 0 bytes and the end of the file"),
+        (
+            1000,
+            "at offset 0: expected a record of 3073 bytes (label and image), got 1000 bytes and the end of the file",
+        ),
+        (3073 * 2 + 5, "at offset 6146: expected a record of 3073 bytes (label and image), got 5 bytes"),
+    ],
+)
+def test_a_short_binary_file(tmp_path, length, message):
+    path = write(tmp_path, BINARY) / "cifar-10-batches-bin" / "data_batch_1.bin"
+    path.write_bytes(path.read_bytes()[:length])
+    assert message_of(tmp_path).startswith(f"{path}: {message}")
+
+
+def test_a_label_that_is_none(tmp_path):
+    path = write(tmp_path, BINARY) / "cifar-10-batches-bin" / "data_batch_5.bin"
+    contents = bytearray(path.read_bytes())
+    contents[3073] = 10
+    path.write_bytes(contents)
+    assert message_of(tmp_path) == f"{path}: at offset 3073: expected a label from 0 to 9, got 10"
 
 
 def test_a_damaged_archive(tmp_path):

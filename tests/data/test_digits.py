@@ -1,5 +1,6 @@
 """The handwritten digits are real images, divided fairly, with the same bytes every time."""
 
+import builtins
 import gzip
 import hashlib
 
@@ -10,9 +11,9 @@ from click.testing import CliRunner
 
 import shardwright as sw
 from shardwright.cli import cli
-from shardwright.data.digits import load_digits, mnist_files, split, write_digits
+from shardwright.data.digits import FORMATS, load_digits, mnist_files, split, write_digits
 from shardwright.data.mnist import idx_bytes
-from shardwright.errors import DataError
+from shardwright.errors import DataError, UsageError
 
 NAMES = ["t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte", "train-images-idx3-ubyte", "train-labels-idx1-ubyte"]
 
@@ -69,6 +70,18 @@ def test_another_data_set_is_replaced_only_by_force(tmp_path, name):
     assert len(sw.MNIST(tmp_path)) == 1437
 
 
+def test_a_format_that_is_not_there():
+    with pytest.raises(UsageError, match="expected a format among cifar10, cifar10-binary, mnist, got 'lmdb'"):
+        write_digits("anywhere", "lmdb")
+    assert "mnist" in FORMATS
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match=r"the digits cannot be written: .*file/digits: Not a directory"):
+        write_digits(tmp_path / "file" / "digits", "mnist")
+
+
 def test_a_write_that_fails_leaves_nothing_behind(tmp_path, monkeypatch):
     def full(path, contents):
         path.touch()
@@ -78,3 +91,16 @@ def test_a_write_that_fails_leaves_nothing_behind(tmp_path, monkeypatch):
     with pytest.raises(DataError, match="No space left"):
         write_digits(tmp_path, "mnist")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_missing_scikit_learn_names_the_extra(monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *arguments, **keywords):
+        if name.startswith("sklearn"):
+            raise ImportError(name)
+        return real(name, *arguments, **keywords)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(UsageError, match=r"pip install 'shardwright\[digits\]'"):
+        load_digits()

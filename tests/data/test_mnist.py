@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import shardwright as sw
 from shardwright.data.mnist import file_names, idx_bytes, read_idx
-from shardwright.errors import DataError
+from shardwright.errors import DataError, UsageError
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (11, 28, 28), dtype=np.uint8)
 LABELS = (np.arange(11) % 10).astype(np.uint8)
@@ -48,6 +48,12 @@ def test_items_are_images_in_0_to_1_and_labels(tmp_path, train, suffix):
     assert 0 <= dataset[0][0].min() <= dataset[0][0].max() <= 1
 
 
+def test_the_header_is_the_one_of_the_format(tmp_path):
+    write(tmp_path)
+    assert (tmp_path / "train-images-idx3-ubyte").read_bytes()[:16].hex(" ", 4) == "00000803 0000000b 0000001c 0000001c"
+    assert (tmp_path / "train-labels-idx1-ubyte").read_bytes()[:8].hex(" ", 4) == "00000801 0000000b"
+
+
 def test_batches_and_torchs_loader_give_the_same_items(tmp_path):
     dataset = sw.MNIST(write(tmp_path))
     wanted = torch.utils.data.default_collate([dataset[i] for i in (3, 9, 0)])
@@ -57,6 +63,21 @@ def test_batches_and_torchs_loader_give_the_same_items(tmp_path):
         next(iter(torch.utils.data.DataLoader(dataset, batch_sampler=[[3, 9, 0]]))),
     ):
         assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_shards": 4}, "num_shards=4, shard_id=None; for example MNIST"),
+        ({"shard_id": 0}, "num_shards and shard_id go together"),
+        ({"num_shards": 4, "shard_id": 4}, "shard_id from 0 to num_shards - 1, got num_shards=4, shard_id=4"),
+        ({"num_shards": 4, "shard_id": -1}, "shard_id=-1"),
+        ({"num_shards": 0, "shard_id": 0}, "expected num_shards of at least 1"),
+    ],
+)
+def test_shards_that_do_not_exist(tmp_path, arguments, message):
+    with pytest.raises(UsageError, match=message):
+        sw.MNIST(tmp_path, **arguments)
 
 
 def test_missing_files_say_where_to_get_them(tmp_path):
@@ -99,12 +120,47 @@ def test_a_corrupt_file_is_named_with_the_offset(tmp_path, name, start, replacem
     assert message in said
 
 
+@pytest.mark.parametrize(
+    ("length", "message"),
+    [
+        (0, "at offset 0: expected the magic number, got 0 bytes and the end of the file"),
+        (3, "at offset 0: expected the magic number, got 3 bytes"),
+        (10, "at offset 4: expected 3 lengths of 4 bytes, got 6 bytes"),
+        (1000, "at offset 16: expected 8624 bytes of images (11 x 28 x 28), got 984 bytes and the end of the file"),
+    ],
+)
+def test_a_short_file(tmp_path, length, message):
+    path = write(tmp_path) / "train-images-idx3-ubyte"
+    path.write_bytes(path.read_bytes()[:length])
+    assert message_of(tmp_path).startswith(f"{path}: {message}")
+
+
 def test_images_and_labels_that_do_not_match(tmp_path):
     write(tmp_path, labels=LABELS[:9])
     assert (
         "train-labels-idx1-ubyte: at offset 4: expected 11 labels, one per image of train-images-idx3-ubyte, got 9"
         in (message_of(tmp_path))
     )
+
+
+def test_a_truncated_gz(tmp_path):
+    path = write(tmp_path, suffix=".gz") / "train-images-idx3-ubyte.gz"
+    path.write_bytes(path.read_bytes()[:-100])
+    said = message_of(tmp_path)
+    assert said.startswith(f"{path}: at offset ")
+    assert "expected 8624 bytes of images (11 x 28 x 28), got: Compressed file ended" in said
+
+
+def test_a_gz_that_is_none(tmp_path):
+    path = write(tmp_path, suffix=".gz") / "train-images-idx3-ubyte.gz"
+    path.write_bytes(idx_bytes(IMAGES))
+    assert "expected the magic number, got: Not a gzipped file" in message_of(tmp_path)
+
+
+def test_a_folder_in_place_of_a_file(tmp_path):
+    write(tmp_path, suffix=".gz")
+    (tmp_path / "train-images-idx3-ubyte").mkdir()
+    assert "train-images-idx3-ubyte: cannot be read: [Errno 21] Is a directory" in message_of(tmp_path)
 
 
 def read_bytes(contents, dims, suffix=""):

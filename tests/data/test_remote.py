@@ -3,10 +3,14 @@
 import os
 import time
 
+import fsspec
+import numpy as np
 import pytest
 
+import shardwright as sw
 from ranks import run_ranks
 from shardwright.data import remote
+from shardwright.data.cifar import PYTHON, cifar_files
 from shardwright.data.remote import local_copy
 from shardwright.errors import DataError
 
@@ -101,3 +105,30 @@ def test_what_a_killed_copy_left_is_replaced(source, cache):
     (copy.parent.with_suffix(".part") / "set" / "a.txt").write_text("fi")
     assert contents(local_copy(source.as_uri()))["a.txt"] == "first"
     assert sorted(path.suffix for path in cache.iterdir()) == ["", ".lock"]
+
+
+def test_a_file_that_is_cut_off_on_the_way(source, monkeypatch):
+    monkeypatch.setattr(remote, "_fetch", lambda files, origin, target: target.write_text("x"))
+    with pytest.raises(DataError, match=r"a.txt changed while it was copied: expected 5 bytes, got 1; start again"):
+        local_copy(source.as_uri())
+
+
+def test_cifar_from_memory():
+    images = np.random.default_rng(0).integers(0, 256, (10, 3, 32, 32), dtype=np.uint8)
+    labels = np.arange(10, dtype=np.uint8)
+    memory = fsspec.filesystem("memory")
+    for name, data in cifar_files(PYTHON, (images, labels), (images[:3], labels[:3])).items():
+        memory.pipe(f"/bucket/{name}", data)
+    try:
+        for url in ("memory://bucket", "memory://bucket/cifar-10-batches-py"):
+            assert [len(sw.CIFAR10(url)), len(sw.CIFAR10(url, train=False))] == [10, 3]
+        with pytest.raises(DataError, match="found neither train-images-idx3-ubyte"):
+            sw.MNIST("memory://bucket")
+    finally:
+        memory.rm("/bucket", recursive=True)
+
+
+def test_nothing_there(tmp_path):
+    url = (tmp_path / "nothing").as_uri()
+    with pytest.raises(DataError, match=f"{url}: there is no such file, and no folder with files in it"):
+        local_copy(url)

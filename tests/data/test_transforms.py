@@ -16,6 +16,7 @@ from shardwright.data.transforms import (
     RandomCrop,
     RandomHorizontalFlip,
 )
+from shardwright.errors import UsageError
 
 AUGMENT = Compose([RandomCrop(12, padding=2), RandomHorizontalFlip(), Normalise([0.5], [0.25])])
 
@@ -69,6 +70,13 @@ def test_the_sample_batch_is_the_first_batch():
     assert torch.equal(sample[0], next(iter(loader))[0])
 
 
+def test_single_samples_are_those_of_the_first_epoch():
+    data = dataset()
+    batch = data.gather(range(40), seed=0, epoch=0)[0]
+    for index in (0, 17, 39):
+        assert torch.equal(data[index][0], batch[index])
+
+
 def test_uniform_numbers_are_uniform_and_independent():
     numbers = torch.stack(
         [keys(5000, seed=s, epoch=e).split(n).uniform() for s in (0, 1) for e in (0, 1) for n in (0, 1)]
@@ -89,6 +97,11 @@ def test_the_numbers_are_the_same_for_ever():
     )
 
 
+def test_chains_of_chains_draw_numbers_of_their_own():
+    streams = {k.stream for a in range(4) for b in range(4) for k in (keys(1).split(a), keys(1).split(a).split(b))}
+    assert len(streams) == 20
+
+
 def test_a_crop_is_a_window_of_the_padded_image():
     x = images(64, side=8)
     cropped = RandomCrop(8, padding=2)(x, keys(64))
@@ -100,6 +113,35 @@ def test_a_crop_is_a_window_of_the_padded_image():
         assert len(matches) == 1
         places.add(matches[0])
     assert len(places) > 20  # of 25
+
+
+def test_about_half_of_the_images_are_flipped():
+    x = images(400, side=4)
+    flipped = RandomHorizontalFlip()(x, keys(400))
+    turned = (flipped == x.flip(-1)).flatten(1).all(1)
+    kept = (flipped == x).flatten(1).all(1)
+    assert (turned ^ kept).all()
+    assert 150 < turned.sum() < 250
+    assert torch.equal(RandomHorizontalFlip(1.0)(x, keys(400)), x.flip(-1))
+    assert torch.equal(RandomHorizontalFlip(0.0)(x, keys(400)), x)
+
+
+@pytest.mark.parametrize(
+    ("transform", "message"),
+    [
+        (RandomCrop(9), r"RandomCrop\(9, padding=0\) does not fit into images of 8 x 8"),
+        (Normalise([1.0, 2.0], [1.0]), "Normalise has 2 numbers as its mean, the images have 3 channels"),
+        (Normalise([1.0], [1.0, 2.0]), "Normalise has 2 numbers as its deviation"),
+    ],
+)
+def test_what_does_not_fit(transform, message):
+    with pytest.raises(UsageError, match=message):
+        transform(torch.zeros(1, 3, 8, 8), keys(1))
+
+
+def test_other_callables_in_a_chain():
+    with pytest.raises(UsageError, match=r"expected transforms of .*, got <built-in .*; a data set takes"):
+        Compose([torch.relu])
 
 
 def test_normalised_images():

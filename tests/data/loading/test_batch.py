@@ -12,6 +12,7 @@ from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.mesh.simulate import simulate
 from shardwright.data.loading.batch import Batch
+from shardwright.errors import UsageError
 from shardwright.runtime.programs.inputs import input_parts, local_inputs, rows_of
 
 MESH = Mesh.of(a=2, b=2)
@@ -74,3 +75,21 @@ def test_a_batch_is_a_tuple_that_keeps_its_range_and_its_cut():
         assert torch.equal(same[0], batch[0])
         assert (same.global_size, same.start, same.stop, same.ranges) == (10, 0, 3, ((0, 3), (3, 10)))
     assert batch.to("meta")[0].device.type == "meta"
+
+
+@pytest.mark.parametrize(("start", "stop"), [(-1, 2), (3, 2), (2, 31)])
+def test_a_range_outside_the_global_batch_is_refused(start, stop):
+    with pytest.raises(UsageError, match=rf"samples {start} to {stop} does not lie within a global batch of 30"):
+        Batch([], global_size=30, start=start, stop=stop)
+    with pytest.raises(UsageError, match=r"samples 0 to 3 is that of no rank, who have \[\(0, 5\), \(5, 10\)\]"):
+        Batch([DATA[:3]], global_size=10, start=0, stop=3, ranges=[(0, 5), (5, 10)])
+
+
+def test_a_batch_of_a_loader_for_other_ranks_is_refused():
+    batch = next(iter(sw.loader(list(DATA), 10, shuffle=False, world=Rank(1), check_data=False)))
+
+    def one(comm):
+        mine(batch, comm)
+
+    with pytest.raises(UsageError, match="the batch was cut for 4 ranks, and there are 2: it comes from a loader for"):
+        simulate(Mesh.of(a=2), one)

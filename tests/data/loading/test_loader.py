@@ -70,6 +70,12 @@ def test_evaluation_counts_every_sample_once(world_size, size):
             assert flat(global_batches(ranks)) == list(range(size))
 
 
+def test_an_evaluation_that_was_left_begins_anew():
+    ranks = loaders(24, 2, batch_size=10, evaluate=True)
+    assert len(global_batches(ranks, limit=1)) == 1
+    assert flat(global_batches(ranks)) == list(range(24))
+
+
 def test_slices_are_those_of_torch_chunk_and_may_be_empty():
     parts = [next(iter(rank)) for rank in loaders(5, 4, batch_size=5, shuffle=False)]
     assert [index.tolist() for index, _ in parts] == [[0, 1], [2, 3], [4], []]
@@ -84,6 +90,20 @@ def test_every_epoch_has_an_order_of_its_own_and_the_seed_fixes_them():
     epochs = [flat(global_batches(ranks)) for _ in range(3)]
     assert epochs == [permutation(30, 5, epoch).tolist() for epoch in range(3)]
     assert len({tuple(epoch) for epoch in epochs}) == 3
+
+
+def test_drop_last_leaves_out_a_batch_that_is_not_full():
+    ranks = loaders(37, 3, batch_size=10, drop_last=True)
+    batches = global_batches(ranks)
+    assert [len(batch) for batch in batches] == [10, 10, 10]
+    assert len(ranks[0]) == 3
+    assert flat(global_batches(ranks)) == permutation(37, 0, 1)[:30].tolist()
+
+
+def test_per_rank_batch_size_times_the_ranks_is_the_global_one():
+    ranks = loaders(24, 4, per_rank_batch_size=3)
+    assert ranks[0].batch_size == 12
+    assert [len(batch) for batch in global_batches(ranks)] == [12, 12]
 
 
 def move(ranks, state):
@@ -122,6 +142,24 @@ def test_resuming_anywhere_is_as_if_never_stopped(pieces):
         state = ranks[0].state_dict()
     order = [index for epoch in range(9) for index in permutation(size, 0, epoch).tolist()]
     assert seen == order[: len(seen)]
+
+
+def test_a_state_saved_after_the_last_batch_continues_with_the_next_epoch():
+    one = sw.loader(Numbers(20), batch_size=10)
+    for _ in one:
+        state = one.state_dict()
+    assert (state["epoch"], state["samples"]) == (0, 20)
+    other = sw.loader(Numbers(20), batch_size=10)
+    other.load_state_dict(state)
+    assert other.epoch == 1
+    assert flat([batch[0].tolist() for batch in other]) == permutation(20, 0, 1).tolist()
+
+
+def test_the_next_loop_continues_one_that_was_left():
+    one = sw.loader(Numbers(20), batch_size=5)
+    first = [next(iter(one))[0].tolist() for _ in range(2)]
+    rest = [batch[0].tolist() for batch in one]
+    assert flat(first + rest) == permutation(20, 0, 0).tolist()
 
 
 def test_an_unshuffled_loader_resumes_from_a_loaded_state_once():
@@ -181,6 +219,46 @@ def test_getitems_of_a_subset_and_a_collate_function():
 
 
 @pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "expected either batch_size .* or per_rank_batch_size .*, got neither"),
+        ({"batch_size": 8, "per_rank_batch_size": 2}, "got both: 8 and 2"),
+        ({"batch_size": 0}, "expected batch_size to be a whole number of at least 1, got 0"),
+        ({"batch_size": 2.5}, "expected batch_size to be a whole number of at least 1, got 2.5"),
+        ({"per_rank_batch_size": -1}, "expected per_rank_batch_size to be a whole number of at least 1, got -1"),
+        ({"batch_size": 4, "num_workers": -1}, "expected num_workers to be a whole number of at least 0, got -1"),
+        ({"batch_size": 4, "seed": -1}, r"expected seed from 0 to 2\*\*64 - 1, got -1"),
+        ({"batch_size": 4, "evaluate": True, "shuffle": True}, "evaluate=True counts .*; remove shuffle=True"),
+        ({"batch_size": 4, "evaluate": True, "drop_last": True}, "remove drop_last=True"),
+        ({"batch_size": 11, "drop_last": True}, "leaves no batch: the global batch is 11, the dataset has 10 samples"),
+    ],
+)
+def test_arguments_that_do_not_fit(arguments, message):
+    with pytest.raises(UsageError, match=message):
+        sw.loader(Numbers(10), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        (iter([1, 2]), "got a list_iterator, which can be read only once; .* pass the function that makes it"),
+        ({1, 2}, "expected a dataset with __getitem__ .*, got set without"),
+        ([], r"the dataset \(list\) is empty"),
+    ],
+)
+def test_datasets_that_do_not_fit(dataset, message):
+    with pytest.raises(UsageError, match=message):
+        sw.loader(dataset, batch_size=1)
+
+
+def test_samples_that_are_no_tensors():
+    with pytest.raises(UsageError, match="got a batch with a tuple of 2 samples; pass a collate_fn"):
+        next(iter(sw.loader([("a", 1), ("b", 2)], batch_size=2)))
+    with pytest.raises(UsageError, match="expected a sample to be a tensor or a tuple"):
+        next(iter(sw.loader([{"x": 1}, {"x": 2}], batch_size=2)))
+
+
+@pytest.mark.parametrize(
     ("launcher", "variables"),
     [
         ("torchrun", {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}),
@@ -200,3 +278,17 @@ def test_a_position_of_another_order_is_refused(name, value):
     one = sw.loader(Numbers(20), batch_size=5)
     with pytest.raises(UsageError, match=f"a loader with {name}={value}, this one has {name}="):
         one.load_state_dict({**one.state_dict(), name: value})
+
+
+def test_a_state_that_is_none():
+    with pytest.raises(UsageError, match=r"expected what state_dict\(\) .* \(epoch, samples, seed, .*\), got step"):
+        sw.loader(Numbers(20), batch_size=5).load_state_dict({"step": 3})
+
+
+def test_one_loop_at_a_time():
+    one = sw.loader(Numbers(20), batch_size=5)
+    old = iter(one)
+    next(old)
+    next(iter(one))
+    with pytest.raises(UsageError, match="a newer one has begun"):
+        next(old)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 import shardwright as sw
 from ranks import run_ranks
+from shardwright.data.loading.same_data import Fingerprint, compare, fingerprint
 from shardwright.data.order import permutation
 from shardwright.errors import DataError
 
@@ -98,3 +99,33 @@ def test_a_loader_leaves_the_random_generators_and_draws_the_same_in_processes_o
     assert np.array_equal(np.random.get_state()[1], states[1][0])
     assert (np.random.get_state()[2:], random.getstate()) == (states[1][1:], states[2])
     assert read(1) == here
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (torch.zeros(2, 3), torch.zeros(3, 2)),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.int32)),
+        (torch.zeros(2), np.zeros(2, dtype=np.float32)),
+        ((1, (2, 3)), ((1, 2), 3)),
+        ({"a": 1}, {"b": 1}),
+        ("ab", b"ab"),
+        (1, 1.0),
+        (np.zeros(4), np.zeros((2, 2))),
+        (torch.zeros(2, dtype=torch.bfloat16), torch.ones(2, dtype=torch.bfloat16)),
+    ],
+)
+def test_checksums_tell_samples_apart(a, b):
+    assert fingerprint([a]) == fingerprint([a])
+    assert fingerprint([a]) != fingerprint([b])
+
+
+def test_the_majority_is_right_and_of_two_the_first():
+    three, four = Fingerprint(3), Fingerprint(4)
+    assert compare([four, three, three]) == ["rank 0 has 4 samples where most ranks have 3"]
+    assert compare([three, four]) == ["rank 1 has 4 samples where most ranks have 3"]
+    assert compare([three] * 5) == []
+    broken = Fingerprint(3, failure="OSError: gone")
+    assert compare([broken, broken, three]) == [
+        f"rank {rank} cannot read its samples (OSError: gone)" for rank in (0, 1)
+    ]

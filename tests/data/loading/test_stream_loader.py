@@ -82,12 +82,43 @@ def test_a_function_with_a_start_is_spared_the_skipping():
     assert asked == [(0, 0), (0, 4)]
 
 
+def test_a_loop_that_was_left_goes_on_unless_it_evaluates():
+    for arguments, rest in (({}, 5), ({"evaluate": True}, 0), ({"shuffle": False}, 0)):
+        one = sw.loader(lambda: count(0), batch_size=5, **arguments)
+        next(iter(one))
+        assert flat([batch[0].tolist() for batch in one]) == list(range(rest, 23))
+
+
 def test_the_sample_batch_is_the_next_global_batch_and_stays():
     ranks = loaders(count, 2, batch_size=5)
     for _ in range(2):
         assert ranks[1].sample_batch()[0].tolist() == [0, 1, 2, 3, 4]
     assert flat(global_batches(ranks, limit=1)) == [0, 1, 2, 3, 4]
     assert ranks[1].sample_batch()[0].tolist() == [5, 6, 7, 8, 9]
+
+
+def test_an_empty_part_shows_shapes_and_types():
+    parts = [next(iter(loader)) for loader in loaders(lambda: iter([(1, torch.ones(2))]), 3, batch_size=4)]
+    assert [(part.start, part.stop, part.global_size) for part in parts] == [(0, 1, 1), (1, 1, 1), (1, 1, 1)]
+    assert [(t.dtype, tuple(t.shape)) for t in parts[2]] == [(torch.int64, (0,)), (torch.float32, (0, 2))]
+
+
+@pytest.mark.parametrize(
+    ("source", "arguments", "message"),
+    [
+        (count(0), {}, "got a generator, which can be read only once; expected .* pass the function that makes it"),
+        (
+            count,
+            {"shuffle": True},
+            "count is a stream: its samples .* order of their own.* remove shuffle=True",
+        ),
+        (count, {"num_workers": 2}, "each process reads them all; remove num_workers=2"),
+        (Iterable(), {"shuffle": True}, "Iterable is a stream"),
+    ],
+)
+def test_what_a_stream_cannot(source, arguments, message):
+    with pytest.raises(UsageError, match=message):
+        sw.loader(source, batch_size=5, **arguments)
 
 
 def test_a_stream_that_gives_nothing_and_a_length_that_nobody_knows():
