@@ -16,7 +16,7 @@ from shardwright.errors import UsageError
 from shardwright.ocr.options.parts import BACKBONES
 from shardwright.ocr.samples.drawn import Drawing, write_images
 from shardwright.ocr.samples.labels import read_detection_list
-from shardwright.ocr.settings import load_settings
+from shardwright.ocr.settings import ineffective, load_settings
 from shardwright.ocr.training import make_model, prepare
 
 REPOSITORY = Path(__file__).parents[2]
@@ -185,6 +185,23 @@ def test_each_file_resolves_to_what_it_says(tmp_path, monkeypatch):
         assert list(said_in(yaml.safe_load(path.read_text()), settings)) == [], name
 
 
+@pytest.mark.slow
+def test_keys_without_effect_are_said_in_one_list(tmp_path, monkeypatch):
+    write_dictionary(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    common = {
+        "dataset_sink_mode", "dataset.output_columns", "dataset.net_input_column_index", "dataset.label_column_index",
+    }  # fmt: skip
+    for path in FILES.values():
+        raw, found = yaml.safe_load(path.read_text()), set(ineffective(str(path)))
+        assert found >= {f"{part}.{key}" for part in ("train", "eval") for key in common if part in raw}
+        assert ("predict" in found) is ("predict" in raw)
+        assert ("loss_scaler" in found) is (raw["system"]["amp_level"] == "O0")
+        momentum = raw["optimizer"]["opt"] in ("lion", "adamw", "Adam") and "momentum" in raw["optimizer"]
+        assert ("optimizer.momentum" in found) is momentum
+    assert {"RecResizeImg.infer_mode", "optimizer.filter_bias_and_bn"} <= set(ineffective(str(FILES["crnn_icdar15"])))
+
+
 def no_network(*_, **__):
     raise OSError("no network")
 
@@ -208,22 +225,12 @@ def test_a_file_alone_says_all_that_it_lacks(tmp_path, monkeypatch):
     ]  # fmt: skip
 
 
-# Each backbone, loss, reader and optimizer once; what a file says beside that is read by the tests above.
-OTHERS = (
-    "crnn_icdar15",
-    "crnn_resnet34_ch",
-    "crnn_vgg7",
-    "db_mobilenetv3_icdar15_8p",
-    "db_r50_icdar15_8p",
-    "dbpp_r50_icdar15_910",
-)
+QUICK = ("db_r18_synthtext", "db_mobilenetv3_ppocrv3")
+OTHERS = sorted(set(FILES) - set(QUICK))
 
 
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize(
-    "name",
-    ["db_r18_synthtext", "db_mobilenetv3_ppocrv3", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)],
-)
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_files_train_two_steps(name, drawn, hub):
     losses, steps, evaluation, said = trained(name, drawn, hub)
     system = yaml.safe_load(FILES[name].read_text())["system"]

@@ -5,6 +5,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from shardwright.ocr.networks.losses import DetectionLoss, Targets, ctc_loss, detection_loss, first_steps_loss
 from whole import like_plain
@@ -76,6 +78,18 @@ def test_the_detector_is_trained_by_what_the_paper_says(share):
     )
 
 
+@given(st.floats(0, 1), st.integers(0, 2**31))
+@settings(max_examples=25, deadline=None)
+def test_any_maps_have_a_finite_loss_and_gradient(share, seed):
+    torch.manual_seed(seed)
+    logits = (100 * torch.randn(2, 1, 5, 7)).requires_grad_()  # also where a sigmoid is 0 or 1
+    targets = Targets(*(tensor.float() for tensor in (lambda m: (m.text, m.valid, m.border, m.near))(maps(share, 1))))
+    loss = DetectionLoss()(logits[0], logits[1], targets)
+    loss.backward()
+    assert math.isfinite(loss.item())
+    assert logits.grad.isfinite().all()
+
+
 class Pixels(torch.nn.Module):
     """The smallest of detectors: both maps are an image times a number."""
 
@@ -94,6 +108,19 @@ def test_quotients_are_of_sums_over_all_ranks():
     batch = torch.randn(5, 3, 5, 7).double(), texts, torch.ones_like(texts), 0.3 + 0.4 * texts, texts
     plans = like_plain(Pixels(), detection_loss(DetectionLoss()), batch, sizes=(3,), tolerance=1e-11)
     assert all(any(s.axes for s in plan.strategies.values()) for plan in plans if plan.mode == "data")
+
+
+def test_the_overlap_may_stand_in_the_place_of_the_cross_entropy():
+    torch.manual_seed(1)
+    probability, threshold = torch.randn(2, 2, 4, 4, dtype=torch.float64)
+    maps = [(torch.rand(2, 4, 4, dtype=torch.float64) < share).double() for share in (0.4, 0.8, 0.5, 0.6)]
+    targets = Targets(*maps)
+    p = torch.sigmoid(probability)
+    both = (p * targets.text * targets.valid).sum()
+    each = (p * targets.valid).sum() + (targets.text * targets.valid).sum() + 1e-6
+    alone = DetectionLoss(bce_scale=0)(probability, threshold, targets)
+    whole = DetectionLoss(overlap=True)(probability, threshold, targets)
+    assert float(whole) == pytest.approx(float(alone + 5 * (1 - 2 * both / each)), rel=1e-12)
 
 
 def test_the_first_steps_alone_are_compared_where_a_length_is_given():

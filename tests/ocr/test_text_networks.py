@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from shardwright.errors import UsageError
 from shardwright.ocr.networks.crnn import CRNN, VGG7, ResNet34
 from shardwright.ocr.networks.dbnet import DBNet, resnet18_pyramid, resnet50_pyramid
 from shardwright.ocr.networks.losses import DetectionLoss, detection_loss, recognition_loss
@@ -98,6 +99,14 @@ def test_stages_of_a_mobilenet_end_where_they_are_told_to(out_stages, channels):
     assert [tuple(f.shape[1:]) for f in found] == [
         (c, 64 // stride, 96 // stride) for c, stride in zip(channels, (4, 8, 16, 32), strict=True)
     ]
+
+
+@pytest.mark.parametrize(
+    "out_stages", [(5, 8, 14), (3, 8, 14, 20), (5, 8, 14, 19), (5, 9, 14, 20), (8, 5, 14, 20), (-1, 1, 2, 3)]
+)
+def test_stages_of_other_strides_are_refused(out_stages):
+    with pytest.raises(UsageError, match=r"model.backbone.out_stages: expected four layers at strides 4, 8, 16 and 32"):
+        mobilenet_pyramid(out_stages=out_stages)
 
 
 def words(rows):

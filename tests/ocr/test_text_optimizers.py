@@ -9,8 +9,8 @@ import shardwright as sw
 from ranks import run_ranks
 from shardwright.ocr.networks.crnn import CRNN, VGG7
 from shardwright.ocr.optimizers import Lion, make_optimizer
-from shardwright.ocr.options.sections import Optimizer
-from shardwright.ocr.training import ApplyingScaler
+from shardwright.ocr.options.sections import Optimizer, Scheduler
+from shardwright.ocr.training import ApplyingScaler, make_schedule
 
 
 def moved(options, lr=0.1, steps=3):
@@ -35,6 +35,17 @@ def test_lion_makes_the_steps_of_its_paper():
     assert Lion([nn.Parameter(torch.zeros(1))]).defaults["betas"] == (0.9, 0.99)
 
 
+def test_the_weight_decay_of_adam_is_part_of_the_gradient_and_that_of_adamw_is_not():
+    for opt, kind in (("Adam", torch.optim.Adam), ("adamw", torch.optim.AdamW)):
+        weight = nn.Parameter(torch.tensor([[1.0, 2.0, -3.0]], dtype=torch.float64))
+        plain = kind([weight], lr=0.1, betas=(0.5, 0.9), weight_decay=0.2)
+        for step in range(3):
+            weight.grad = torch.tensor([[1.0, -2.0, 4.0 * step]], dtype=torch.float64)
+            plain.step()
+        options = Optimizer(opt=opt, beta1=0.5, beta2=0.9, weight_decay=0.2)
+        torch.testing.assert_close(moved(options), weight.detach())
+
+
 SPARED = [
     ({"filter_bias_and_bn": True}, "all"),
     ({"filter_bias_and_bn": False}, "none"),
@@ -54,6 +65,20 @@ def test_parameters_are_spared_the_weight_decay_by_the_names_that_mindspore_has(
     assert len(gammas) == 3
     assert groups.get(0.0, set()) == {"all": vectors, "none": set(), "gamma": gammas}[spared]
     assert sum(map(len, groups.values())) == len(list(model.parameters()))
+
+
+def test_a_cosine_falls_over_its_decay_epochs_and_stays():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    options = Scheduler(scheduler="cosine_decay", lr=1.0, min_lr=0.1, num_epochs=10, warmup_epochs=2, decay_epochs=4)
+    schedule, rates = make_schedule(options, optimizer, 5), []
+    for _ in range(50):
+        rates.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    assert rates[9] == pytest.approx(1.0)
+    assert rates[10 + 10] == pytest.approx(0.55)  # half of the cosine
+    assert rates[30:] == pytest.approx([0.1] * 20)
+    assert min(rates[10:30]) > 0.1
 
 
 @pytest.mark.parametrize("clipped", [False, True])

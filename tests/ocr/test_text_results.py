@@ -97,3 +97,11 @@ def test_texts_are_drawn_where_they_stand_and_written_as_they_are_read(networks,
         above = image[round(points[:, 1].min()) - 20 : round(points[:, 1].min()) - 3]
         assert ((above[..., 2] > 150) & (above[..., 0] < 60)).any()  # its word in red
     assert (image[:50] == page[:50]).all()
+
+
+def test_without_a_detector_an_image_is_a_word(networks, tmp_path):
+    word = np.full((32, 100, 3), 20, np.uint8)
+    word[:, :50] = 200
+    (tmp_path / "word.png").write_bytes(encoded(word))
+    _, lines = Pages(None, networks[1]).write(tmp_path / "word.png", tmp_path)
+    assert lines.read_text() == "0,0,100,0,100,32,0,32,ab\n"

@@ -19,11 +19,14 @@ from shardwright.ocr.samples.dataset import (
     word_database,
     word_images,
 )
+from shardwright.ocr.samples.detection import DetResize
 from shardwright.ocr.samples.dictionary import Dictionary
 from shardwright.ocr.samples.drawn import Drawing, write_images
+from shardwright.ocr.samples.labels import read_detection_list, read_icdar, read_word_list
 from shardwright.ocr.samples.pipeline import read_steps
 from shardwright.ocr.samples.sample import Sample, TextBox, corners, generator
 from shardwright.ocr.samples.targets import BorderMap, ShrinkBinaryMap
+from shardwright.ocr.samples.words import write_words
 
 SQUARE = corners([[20, 20], [60, 20], [60, 60], [20, 60]])
 
@@ -138,6 +141,24 @@ def test_crops_cut_no_text(seed):
         assert geometry.area(box.points) == pytest.approx(area[box.text] * math.prod(sample.ratio), rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("keys", "size"),
+    [
+        ({"target_size": [70, 130], "keep_ratio": False}, (64, 128)),
+        ({"limit_type": "min", "limit_side_len": 100}, (96, 192)),
+        ({"limit_type": "max", "limit_side_len": 60}, (32, 64)),
+        ({"limit_type": "none"}, (64, 96)),
+        ({"target_size": [64, 64], "keep_ratio": True, "padding": True}, (64, 64)),
+        ({"target_size": [64, 96], "keep_ratio": True, "padding": True, "force_divisable": False}, (64, 96)),
+        ({"target_size": [70, 60], "keep_ratio": True, "padding": True}, (64, 64)),
+    ],
+)
+def test_images_are_resized_to_what_a_network_takes(keys, size):
+    sample = Sample("made", np.zeros((50, 100, 3), np.uint8), [])
+    DetResize(**keys)(sample, generator(0, 0, 0))
+    assert sample.size == size
+
+
 def test_failing_samples_are_counted_named_and_replaced(drawn, capsys, tmp_path):
     folder = drawn / "det" / "train"
     labels = folder / "broken.txt"
@@ -154,6 +175,40 @@ def test_failing_samples_are_counted_named_and_replaced(drawn, capsys, tmp_path)
         DataError, match=r"sample 1 \(img_9.jpg\) failed: there is no image .*img_9.jpg, which the labels name; c"
     ):
         images_of(drawn, "broken.txt").gather([1])
+
+
+BROKEN = [
+    (read_icdar, "1,2,3,4,5,6,7,8,ok\r\n\r\n1,2,3,4,5,6,7,x,no\r\n", "line 3: expected x1,y1,x2,y2,x3,y3,x4,y4,text"),
+    (read_icdar, "1,2,3,4,5,6,7", "line 1: expected x1,y1"),
+    (read_detection_list, "img.jpg [{}]", "line 1: expected image, tab, "),
+    (read_detection_list, 'img.jpg\t[{"transcription": "a", "points": [[1, 2]]}]', "line 1: expected image, tab, "),
+    (read_detection_list, "img.jpg\t[{]", "line 1: expected image, tab, "),
+    (read_word_list, "a.png\tgood\nb.png bad", r"line 2: expected image, tab, text, got 'b.png bad'; correct the line"),
+]
+
+
+@pytest.mark.parametrize(("read", "text", "message"), BROKEN)
+def test_broken_lines_are_named(read, text, message, tmp_path):
+    (tmp_path / "labels.txt").write_text(text, encoding="utf-8-sig")
+    with pytest.raises(DataError, match=message):
+        read(tmp_path / "labels.txt")
+
+
+def test_label_files_and_databases_that_are_not_there(tmp_path):
+    with pytest.raises(DataError, match=r"there is no label file .*gone.txt; give its path below dataset_root"):
+        read_word_list(tmp_path / "gone.txt")
+    (tmp_path / "latin.txt").write_bytes(b"a.png\t\xe9")
+    with pytest.raises(DataError, match=r"byte 6 is no UTF-8; save the file as UTF-8"):
+        read_word_list(tmp_path / "latin.txt")
+    with pytest.raises(
+        DataError, match=r"there is no database of LMDB in .*: it has no file data.mdb; give its path below"
+    ):
+        word_database(tmp_path, 1.0)
+    write_words(tmp_path / "empty", [])
+    with pytest.raises(
+        DataError, match="says num-samples 0; expected image-%09d and label-%09d from 1 on; fill it, or take"
+    ):
+        word_database(tmp_path / "empty", 1.0)
 
 
 def test_databases_are_read_by_each_worker_and_in_a_row(drawn):
@@ -204,6 +259,36 @@ def test_a_dictionary_that_lacks_characters(tmp_path, drawn):
         Dictionary.of(str(path))
     with pytest.raises(UsageError, match="character_dict_path: there is no file nowhere"):
         Dictionary.of("nowhere")
+
+
+def test_steps_that_are_unknown_are_named():
+    with pytest.raises(UsageError) as error:
+        read_steps(
+            [{"RandomRotat": None}, {"RandomScale": {"scale": [1, 2]}}, 7, {"RecResizeImg": {}}], "det", "t", True
+        )
+    assert [line.partition(";")[0] for line in str(error.value).splitlines()] == [
+        "t[0]: RandomRotat is no step of det",
+        "t[1].RandomScale.scale is unknown",
+        "t[2]: expected one step with its keys, as RandomRotate: {degrees: [-10, 10]}, got 7",
+        "t[3]: RecResizeImg is no step of det",
+    ]
+    assert "did you mean RandomRotate?" in str(error.value)
+
+
+def test_a_library_that_is_missing_names_the_extra():
+    with pytest.raises(UsageError, match=r"need no_such_library, which .*; type: pip install 'shardwright\[ocr\]'"):
+        library("no_such_library")
+
+
+@pytest.mark.parametrize(
+    "keys", [{}, {"target_size": [64, 90], "padding": True}, {"target_size": [64, 96]}, {"limit_type": "none"}]
+)
+def test_sides_that_a_network_cannot_take_are_refused(keys):
+    listed = [{"DetResize": {"force_divisable": False, **keys}}]
+    with pytest.raises(
+        UsageError, match=r"t\[0\].DetResize: force_divisable: False leaves sides that are no multiples of"
+    ):
+        read_steps(listed, "det", "t", False)
 
 
 def test_images_are_turned_where_files_say_so_or_where_words_stand_upright():
@@ -259,3 +344,18 @@ def test_the_labels_of_synthtext_are_words_with_their_corners(tmp_path):
         images[2]
     with pytest.raises(DataError, match=r"there is no image .*8/b.jpg, which the labels name"):
         images[1].read()
+
+
+def test_files_of_synthtext_that_are_broken(tmp_path):
+    from scipy.io import savemat
+
+    with pytest.raises(DataError, match=r"there is no label file .*gt.mat; give its path below dataset_root"):
+        synthetic_images(tmp_path, tmp_path / "gt.mat", 1.0)
+    (tmp_path / "gt.mat").write_bytes(b"MATLAB 5.0" + bytes(200))
+    with pytest.raises(DataError, match=r"gt.mat cannot be read as a file of MATLAB: "):
+        synthetic_images(tmp_path, tmp_path / "gt.mat", 1.0)
+    savemat(tmp_path / "gt.mat", {"imnames": np.zeros(2)})
+    with pytest.raises(
+        DataError, match=r"gt.mat has no wordBB and no txt; expected SynthText's gt.mat or gt_processed"
+    ):
+        synthetic_images(tmp_path, tmp_path / "gt.mat", 1.0)

@@ -48,6 +48,14 @@ def test_detections_are_matched_by_the_rule_of_icdar(name):
     assert count_detections(detections, texts) == DetectionCounts(1, given, detected, matched)
 
 
+def test_counts_are_added_before_they_are_divided():
+    both = DetectionCounts(1, 4, 2, 2) + DetectionCounts(1, 0, 2, 0)
+    assert both.metrics() == {"precision": 0.5, "recall": 0.5, "hmean": 0.5}
+    assert DetectionCounts().metrics() == {"precision": 0.0, "recall": 0.0, "hmean": 0.0}
+    words = RecognitionCounts(1, 1, 0.0) + RecognitionCounts(3, 0, 1.5)
+    assert words.metrics() == {"acc": 0.25, "norm_edit_distance": 0.625}
+
+
 @pytest.mark.parametrize(
     ("said", "label", "right", "distance"),
     [

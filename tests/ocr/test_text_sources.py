@@ -1,5 +1,6 @@
 """Where samples come from: several roots, shares of them, words left out, failures in loading processes."""
 
+import re
 import subprocess
 import sys
 
@@ -7,9 +8,9 @@ import numpy as np
 import pytest
 
 import shardwright as sw
-from shardwright.errors import DataError
+from shardwright.errors import DataError, UsageError
 from shardwright.ocr.options.sections import Dataset
-from shardwright.ocr.samples.dataset import Limit, TextImages, word_images
+from shardwright.ocr.samples.dataset import Limit, TextImages, word_database, word_images
 from shardwright.ocr.samples.images import encoded
 from shardwright.ocr.samples.pipeline import read_steps
 from shardwright.ocr.samples.words import WordDatabase, write_words
@@ -65,6 +66,21 @@ def test_several_roots_are_read_one_after_the_other_by_their_shares(listed):
     assert len(listed(sample_ratio=0.5)) == 2 + 5
 
 
+UNEVEN = [
+    ({"label_file": ("a/words.txt",)}, "expected as many label_file and sample_ratio as data_dir, got 1, 2 and 2"),
+    ({"sample_ratio": (1.0, 1.0, 1.0)}, "expected as many label_file and sample_ratio as data_dir, got 2, 3 and 2"),
+    ({"sample_ratio": (1.0, 0.0)}, "train.dataset.sample_ratio: expected more than 0 and at most 1, got 0.0"),
+    ({"sample_ratio": 1.5}, "train.dataset.sample_ratio: expected more than 0 and at most 1, got 1.5"),
+    ({"label_file": None}, "label_file is missing: it says what the images show"),
+]
+
+
+@pytest.mark.parametrize(("keys", "message"), UNEVEN)
+def test_lists_of_roots_that_do_not_fit_are_refused(listed, keys, message):
+    with pytest.raises(UsageError, match=re.escape(message)):
+        listed(**keys)
+
+
 WORDS = ["ab", "--", "abcde", "c", "ab-cd", "abcdef", "d", "e"]
 FITTING = ["ab", "c", "ab-cd", "d", "e"]
 LEFT_OUT = {"longer than max_text_len, 4": 2, "without a character of the dictionary": 1}
@@ -79,6 +95,24 @@ def test_words_that_do_not_fit_are_left_out_and_are_no_failures(tmp_path, listed
     root = {"data_dir": "words", "label_file": "words/words.txt"}
     assert texts_of(listed(training=False, **root)) == WORDS  # an evaluation counts every image
     assert len(listed(**root, sample_ratio=0.5)) + listed(**root, sample_ratio=0.5).left_out.total() == 4
+
+
+def test_words_that_are_too_long_are_left_out_of_an_evaluation_too_where_that_is_asked_for(tmp_path, listed):
+    root_of(tmp_path / "words", WORDS)
+    root = {"data_dir": "words", "label_file": "words/words.txt", "filter_max_len": True, "max_text_len": 5}
+    images = listed(training=False, **root)
+    assert texts_of(images) == ["ab", "--", "abcde", "c", "ab-cd", "d", "e"]
+    assert images.left_out == {"longer than max_text_len, 5": 1}
+    assert texts_of(listed(**root)) == FITTING
+
+
+def test_words_of_several_databases_are_left_out(tmp_path):
+    for name, words in (("a", WORDS[:3]), ("b", WORDS[3:])):
+        write_words(tmp_path / name, [(BLACK, word) for word in words], size_bytes=1 << 20)
+    steps = read_steps(STEPS, "rec", "p", True)
+    images = TextImages([word_database(tmp_path, 1.0)], steps, ("text_length",), Limit(0), "rec")
+    assert texts_of(images) == FITTING
+    assert images.left_out == LEFT_OUT
 
 
 @pytest.mark.parametrize("limit", [3, 2])

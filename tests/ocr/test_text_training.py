@@ -16,16 +16,22 @@ import shardwright as sw
 from ranks import run_ranks
 from shardwright.errors import UsageError
 from shardwright.ocr.networks.losses import recognition_loss
+from shardwright.ocr.options.parts import BACKBONES
 from shardwright.ocr.reading import Pages, draw, network
 from shardwright.ocr.samples.dataset import word_database
 from shardwright.ocr.samples.drawn import Drawing, write_images
 from shardwright.ocr.samples.images import decode
 from shardwright.ocr.samples.labels import read_icdar
 from shardwright.ocr.samples.words import write_words
-from shardwright.ocr.settings import load_settings
+from shardwright.ocr.settings import is_text_configuration, load_settings
 from shardwright.ocr.training import make_model, make_schedule, prepare
 
 REPOSITORY = Path(__file__).parents[2]
+
+
+CONFIGS = sorted(path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "configs").rglob("*.yaml"))
+
+
 VGG7, R18, R50 = "rec/crnn/crnn_vgg7", "det/dbnet/db_r18_icdar15", "det/dbnet/db_r50_icdar15"
 # What makes a configuration small and its batches the same on any number of ranks.
 SMALL = [
@@ -214,6 +220,54 @@ def test_detection_under_mpirun_and_pages_read(drawn, tmp_path):
     texts, drawing = run_ranks(1, read_page, det, rec, tmp_path, image)[0]
     assert [box.text for box in read_icdar(tmp_path / "read/img_1.txt")] == texts
     assert np.array_equal(decode(np.fromfile(tmp_path / "read/img_1.png", np.uint8), "drawn"), drawing)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_shipped_configurations_are_as_users_know_them(name, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    assert is_text_configuration(name)
+    settings = load_settings(name)
+    assert BACKBONES.row(settings.model.backbone).task == settings.model.type
+    assert settings.train.dataset.transform_pipeline[-1] == {"ToCHWImage": None}
+
+
+WRONG = [
+    ("model.backbon.name=x", "model.backbon is unknown; did you mean model.backbone?"),
+    ("train.dataset.data_dri=x", "train.dataset.data_dri is unknown; did you mean train.dataset.data_dir?"),
+    ("system.mode=fast", "system.mode: 'fast' is unknown; choose one of 0, 1, data, auto"),
+    (
+        "model.backbone.name=det_resnet18",
+        "model.backbone.name: det_resnet18 is for det, model.type says rec; use rec_vgg7",
+    ),
+    ("model.head.out_channels=40", "model.head.out_channels: expected 37, the 36 characters of the dictionary and the"),
+    (
+        "postprocess.use_space_char=True",
+        "train.dataset.transform_pipeline: RecCTCLabelEncode knows 36 characters, and postprocess not the same 37;",
+    ),
+    ("loss.pred_seq_len=26", "loss.pred_seq_len: the network gives 24 steps, got 26"),
+    ("common.batch_size=8", "-o common.batch_size=8: the section common holds anchors, whose values are copied"),
+    ("eval.loader.drop_remainder=True", "eval.loader.drop_remainder: true would leave images out"),
+    (
+        "train.loader.global_batch_size=8",
+        "train.loader: expected batch_size (of each rank) or global_batch_size, got both",
+    ),
+    ("scheduler.min_lr=1", "scheduler.min_lr: expected less than lr, 0.0005"),
+    ("model.resume=[1]", "model.resume: expected true or false or text, got [1]"),
+    ("optimizer.beta1=1", "optimizer.beta1: expected a number of from 0 to below 1, got 1"),
+    ("scheduler.warmup_epochs=10", "scheduler.warmup_epochs: expected less than num_epochs, 10, got 10"),
+    ("eval=null", "the section eval is missing, on which a run is validated; type -o system.val_while_train=False"),
+    (
+        "train.dataset.type=DetDataset",
+        "train.dataset.type: DetDataset has no samples of rec; use RecDataset or LMDBDataset",
+    ),
+]
+
+
+@pytest.mark.parametrize(("override", "message"), WRONG, ids=[override for override, _ in WRONG])
+def test_what_is_wrong_with_a_configuration_is_said_in_a_line(override, message):
+    with pytest.raises(UsageError) as error:
+        load_settings(str(REPOSITORY / f"configs/{VGG7}.yaml"), [override])
+    assert any(line.strip().startswith(message) for line in str(error.value).splitlines()), error.value
 
 
 def test_keys_of_one_step_are_overridden_by_its_place():

@@ -8,7 +8,7 @@ import torch
 from shardwright.errors import CheckpointError, UsageError
 from shardwright.ocr.networks.dbnet import DBNet
 from shardwright.ocr.networks.published import MOBILENET, RESNET18, RESNET50
-from shardwright.ocr.options.parts import BACKBONES, HEADS, NECKS
+from shardwright.ocr.options.parts import BACKBONES, HEADS, NECKS, Bottlenecks
 from shardwright.ocr.options.sections import Model
 from shardwright.ocr.weights import backbone_problems, begin, network_problems
 
@@ -156,6 +156,37 @@ def test_without_a_network_it_says_what_to_fetch_from_where_to_which_path(hub):
     assert list(hub.iterdir()) == []
 
 
+WRONG = [
+    (
+        model_of("det_mobilenet_v3", bottleneck_params=Bottlenecks(se_version="SqueezeExciteV2")),
+        [
+            "model.backbone.alpha: torchvision has weights of mobilenet_v3_large with 1.0 alone, got 0.5; type",
+            "model.backbone.bottleneck_params.se_version: torchvision has weights of mobilenet_v3_large with Squ",
+        ],
+    ),
+    (model_of("det_resnet18", width=16), ["model.backbone.width: torchvision has weights of resnet18 with 64 alone"]),
+    (
+        model_of("det_mobilenet_v3_enhance"),
+        ["model.backbone.pretrained: there are no published weights of det_mobilenet_v3_enhance, but of det_"],
+    ),
+    (
+        model_of("det_resnet18", "https://download.mindspore.cn/a/resnet-1.ckpt"),
+        ["model.backbone.pretrained: https://download.mindspore.cn/a/resnet-1.ckpt holds weights of MindSpore, which "],
+    ),
+    (model_of("det_resnet18", "gone.pth"), ["model.backbone.pretrained: there are no weights gone.pth; name a file"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "messages"), WRONG, ids=[f"{model.backbone.name}{at}" for at, (model, _) in enumerate(WRONG)]
+)
+def test_weights_that_cannot_be_had_are_said_in_a_line_each(model, messages, hub):
+    lines = backbone_problems(model)
+    assert len(lines) == len(messages)
+    for line, message in zip(lines, messages, strict=True):
+        assert line.startswith(message)
+
+
 def test_a_file_of_another_network_is_refused_whole(hub):
     state = torchvision_resnet("basic", (2, 2, 2, 2))
     del state["layer2.0.conv1.weight"]
@@ -173,6 +204,20 @@ def test_a_file_of_another_network_is_refused_whole(hub):
     (hub / RESNET18.file).write_bytes(b"broken")
     with pytest.raises(CheckpointError, match=r"resnet18-f37072fd.pth cannot be read .*; delete it to have it fetched"):
         begin(model_of("det_resnet18"), network)
+
+
+def test_a_file_that_is_fetched_is_kept_and_read_by_all(hub, monkeypatch):
+    asked = []
+
+    def download(url, path, hash_prefix, progress):
+        asked.append((url, hash_prefix))
+        torch.save({}, path)
+
+    monkeypatch.setattr(torch.hub, "download_url_to_file", download)
+    model = model_of("det_resnet18")
+    assert backbone_problems(model) == backbone_problems(model) == []
+    assert asked == [("https://download.pytorch.org/models/resnet18-f37072fd.pth", "f37072fd")]
+    assert [path.name for path in hub.iterdir()] == ["resnet18-f37072fd.pth"]
 
 
 def test_weights_of_the_whole_network_come_after_those_of_its_backbone(hub, tmp_path):
