@@ -15,6 +15,7 @@ from rich.text import Text
 from shardwright.checkpoint.format.manifest import MANIFEST, Entry, Manifest, TensorEntry
 from shardwright.checkpoint.loading.source import checkpoints, latest, open_source, pointed_at
 from shardwright.checkpoint.storage.folders import Folder, open_folder
+from shardwright.compiler.report.text import size_text
 
 _SHOWN = ("step", "epoch", "saved", "world_size", "mode", "mesh", "metrics", "versions")
 _SECTIONS = {"model": "model", "optimizer": "optimizer", "ema": "averages (ema)", "run": "run"}
@@ -46,19 +47,6 @@ def print_shown(where: str | os.PathLike[str], entries: bool = False) -> None:
     if not console.is_terminal:
         console = Console(highlight=False, markup=False, width=200)
     console.print(show(where, entries))
-
-
-def size_text(count: float) -> str:
-    """Bytes for people.
-
-    >>> size_text(999), size_text(1536), size_text(5 << 30)
-    ('999 B', '1.5 KiB', '5.0 GiB')
-    """
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
 
 
 def _table(*columns: str, right: Iterable[str] = ()) -> Table:
