@@ -1,4 +1,4 @@
-"""All-reduce and all-gather by gloo, mpi and shm, with native code and without, and a plain copy as the limit.
+"""All-reduce and all-gather by gloo, mpi and shm, and a plain copy as the limit.
 
     python benchmarks/collectives.py
 
@@ -6,7 +6,7 @@ starts 2 and then 4 ranks of this host by mpirun (by our launcher and without mp
 of all backends have the same ranks, which use them in turn (A B A B); small calls are timed many at a time, between two
 barriers. A time is that of the slowest rank. The copy is of as many bytes within its memory by each rank, all at once.
 
-It ends with what was promised: 4 KiB reduced in 20 us with native code and in 150 us without, and from 1 MiB on at
+It ends with what was promised: 4 KiB reduced in 20 us, and from 1 MiB on at
 least as fast as mpi, in at most 0.6 of gloo's time. Where other programs want the cores it refuses to
 measure, unless told ``--busy``.
 """
@@ -22,14 +22,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from quiet import add_busy, refuse_load
 
 import shardwright as sw
-from shardwright.distributed.backends.segment import native
 
 BIN = Path(sys.executable).parent
 KIB = (4, 16, 64, 256, 1024, 4096, 16384, 65536)
@@ -40,8 +38,6 @@ Groups = Mapping[str, dist.ProcessGroup]
 def all_groups(mpi: bool) -> Groups:
     groups = {"gloo": dist.new_group(backend="gloo")} | ({"mpi": dist.group.WORLD} if mpi else {})
     groups["shm"] = dist.new_group(backend="shm")
-    with patch.object(native, "built", lambda: None):
-        groups["shm, Python"] = dist.new_group(backend="shm")
     return groups
 
 
@@ -89,7 +85,7 @@ def inside(rounds: int) -> None:
     mpi = "OMPI_COMM_WORLD_SIZE" in os.environ
     world = sw.init(backend="mpi" if mpi else "gloo")
     groups = all_groups(mpi)
-    names = ["copy", "gloo", *(["mpi"] if mpi else []), "shm", "shm, Python"]
+    names = ["copy", "gloo", *(["mpi"] if mpi else []), "shm"]
     rivals = [name for name in ("gloo", "mpi") if name in groups]
     lines = [["what", "ranks", "size", *(f"{name}, us" for name in names), *(f"shm / {rival}" for rival in rivals)]]
     kept: list[str] = []
@@ -111,7 +107,7 @@ def inside(rounds: int) -> None:
 
 def promises(kib: int, medians: Mapping[str, float], to_mpi: float | None, to_gloo: float) -> list[str]:
     """A line for each promise about an all-reduce, kept or not."""
-    limits = [("shm", 20), ("shm, Python", 150)] if kib == 4 else []
+    limits = [("shm", 20)] if kib == 4 else []
     said = [
         (f"{name}: {medians[name]:.1f} us for {kib} KiB, at most {most}", medians[name] <= most)
         for name, most in limits

@@ -68,7 +68,7 @@ class HostsGroup(LaneGroup):
         gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, len(names), timeout)
         along = dist.ProcessGroupGloo(PrefixStore(f"column {index}", store), row, len(column), timeout + _GLOO_S)
         between = Between(
-            members.collectives(members.native()), Moves(along, [names[r] for r in column], word),
+            members.collectives(), Moves(along, [names[r] for r in column], word),
             Moves(gloo, names, word), grid, rank, names,
         )  # fmt: skip
         super().__init__(between, HostsLane(between, word, members.processes, timeout.total_seconds()), gloo)

@@ -18,14 +18,13 @@ from shardwright.distributed.backends.group import Collectives as AnyCollectives
 from shardwright.distributed.backends.group import CpuGroup, Steps, Task
 from shardwright.distributed.backends.segment.collectives import Collectives
 from shardwright.distributed.backends.segment.memory import Memory, Process
-from shardwright.distributed.backends.segment.native import Group, Native
+from shardwright.distributed.backends.segment.native import Group, Native, Rendezvous
 from shardwright.distributed.backends.segment.reducing import (
     DONE,
     NativeCollectives,
     RepeatedCollective,
 )
 from shardwright.distributed.backends.segment.reduction import Reduction
-from shardwright.distributed.backends.segment.waiting import ByNative, BySemaphores
 from shardwright.distributed.backends.shm_work import ByStep, Lane, ShmWork
 
 _Options = dist.AllreduceOptions
@@ -38,24 +37,22 @@ _SUM: Any = dist.ReduceOp.SUM  # with which torch compares operations, and does 
 class Members:
     """Ranks of one host, ``names`` in the world, and what they have found that they share.
 
-    ``library`` is native code, if all have it. ``crowded``: there are more ranks than cores.
+    ``library`` is native code. ``crowded``: there are more ranks than cores.
     """
 
     names: Sequence[int]
     processes: Sequence[Process]
     memory: Memory
-    library: Native | None
+    library: Native
     crowded: bool
 
-    def native(self) -> tuple[Native, Group] | None:
-        if self.library is None:
-            return None
-        return self.library, Group.of(self.memory, self.crowded)
-
-    def collectives(self, native: tuple[Native, Group] | None) -> Collectives:
+    def collectives(self) -> Collectives:
         """Return the collectives of these ranks."""
-        rendezvous = BySemaphores(self.memory) if native is None else ByNative(*native)
-        return Collectives(self.memory, rendezvous, self.names, table.SHM.name)
+        return Collectives(self.memory, Rendezvous(self.library, self.group()), self.names, table.SHM.name)
+
+    def group(self) -> Group:
+        """Return the arguments of native code."""
+        return Group.of(self.memory, self.crowded)
 
 
 class LaneGroup(CpuGroup):
@@ -111,9 +108,8 @@ class ShmGroup(LaneGroup):
     """The group of some ranks of one host."""
 
     def __init__(self, members: Members, gloo: dist.ProcessGroupGloo, timeout: timedelta) -> None:
-        native = members.native()
-        collectives = members.collectives(native)
-        self._native = None if native is None else NativeCollectives(collectives, *native)
+        collectives = members.collectives()
+        self._native = NativeCollectives(collectives, members.library, members.group())
         super().__init__(collectives, Lane(collectives, members.processes, timeout.total_seconds()), gloo)
         # Cached by all that a sum is made of beside this group; others are made in their place where there are many.
         self._sums: dict[tuple[type, torch.device, torch.dtype, int], RepeatedCollective] = {}
@@ -126,7 +122,7 @@ class ShmGroup(LaneGroup):
         A sum for which the caller waits is begun by native code and little else, which mostly ends it: others come
         soon, and a small one takes less than what Python goes through for a collective.
         """
-        if not isinstance(opts, _Options) or len(tensors) != 1 or self._native is None:
+        if not isinstance(opts, _Options) or len(tensors) != 1:
             return super().allreduce(tensors, opts, op, timeout)
         [tensor], lane, collectives = tensors, self.lane, self._native.collectives
         rendezvous = collectives.rendezvous
@@ -156,9 +152,9 @@ class ShmGroup(LaneGroup):
         if waited:
             if len(self._sums) == _MOST_SUMS:
                 self._sums.clear()
-            if (known := self._moving.repeated(tensor)) is not None:
+            if (known := self._native.repeated(tensor)) is not None:
                 self._sums[type(tensor), tensor.device, tensor.dtype, tensor.numel()] = known
-        course = self._moving.all_reduce(tensor, opts.reduceOp)
+        course = self._native.all_reduce(tensor, opts.reduceOp)
         if course is None:
             return super().allreduce([tensor], opts)
         return self.lane.begin("all_reduce", [tensor], course, tensor.nbytes, opts.asyncOp)
@@ -166,11 +162,11 @@ class ShmGroup(LaneGroup):
     def summed(self, tensor: Tensor, reduction: Reduction) -> Steps:
         """As `allreduce` sums it, which another rank may call for the same tensor."""
         operation = dist.ReduceOp(dist.ReduceOp.RedOpType.__members__[reduction.name])
-        course = None if self._native is None else self._native.all_reduce(tensor, operation)
+        course = self._native.all_reduce(tensor, operation)
         return super().summed(tensor, reduction) if course is None else [course]
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
-        if self._native is not None and opts is not None:
+        if opts is not None:
             what = "all_gather_into_tensor"
             self.check_whole(what, "output", output, "input", tensor)
             course = self._native.all_gather(output, tensor)
@@ -179,18 +175,13 @@ class ShmGroup(LaneGroup):
         return super().all_gather_single(output, tensor, opts)
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
-        if self._native is not None and opts is not None:
+        if opts is not None:
             what = "reduce_scatter_tensor"
             self.check_whole(what, "input", tensor, "output", output)
             course = self._native.reduce_scatter(output, tensor, opts.reduceOp)
             if course is not None:
                 return self.lane.begin(what, [output], course, output.nbytes, opts.asyncOp)
         return super().reduce_scatter_single(output, tensor, opts)
-
-    @property
-    def _moving(self) -> NativeCollectives:
-        assert self._native is not None
-        return self._native
 
 
 class _Received(dist.Work):

@@ -9,7 +9,6 @@ import secrets
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,6 @@ from shardwright.distributed.backends.group import backends_of
 from shardwright.distributed.backends.hosts_group import HostsGroup
 from shardwright.distributed.backends.segment import native
 from shardwright.distributed.backends.segment.memory import TOKEN_BYTES, Layout, Memory, Process, make_file, open_file
-from shardwright.distributed.backends.segment.waiting import make_semaphores
 from shardwright.distributed.backends.shm_group import Members, ShmGroup
 from shardwright.distributed.backends.table import GLOO, SHM
 from shardwright.errors import WorldError
@@ -65,7 +63,10 @@ def create(options: Any) -> dist.ProcessGroup | dist.ProcessGroupGloo:
             problem.say(meeting.names if _of_a_world() else None)
         return _gloo(meeting)
     if meeting.rank == 0 and not _of_a_world():
-        _say(members, len(grid.rows))
+        where = "by native code"
+        if len(grid.rows) > 1:
+            where = f"in shared memory within each of {len(grid.rows)} hosts, by gloo between them"
+        _log_once(logging.INFO, f"shm: {where}")
     if len(grid.rows) > 1:
         return HostsGroup(members, grid, meeting.rank, meeting.names, meeting.store, meeting.timeout)
     return ShmGroup(members, _gloo(meeting), meeting.timeout)
@@ -94,11 +95,11 @@ def _members(meeting: _Meeting, cards: Sequence[Mapping[str, Any]], grid: Grid) 
     names, own_cards = [meeting.names[rank] for rank in here], [cards[rank] for rank in here]
     part = _Part(names, own_cards, index, made)
     try:
-        found = meeting.exchange("joined", partial(part.join, layout))
+        meeting.exchange("joined", partial(part.join, layout))
     finally:
         if index == 0 and "file" in made:
             os.close(made["file"])
-    return part.members(all(found[rank]["native"] for rank in here), len(cards))
+    return part.members(len(cards))
 
 
 class _Meeting:
@@ -186,7 +187,12 @@ def _grid(cards: Sequence[Mapping[str, Any]]) -> Grid:
 
 
 def _make(layout: Layout) -> dict[str, Any]:
-    """By the first member: where the others find the memory, and native code if there is any."""
+    """By the first member: where the others find the memory, and native code."""
+    if (library := native.built()) is None:
+        raise _NoMemory(
+            "there is no native code, since there is no C compiler, or no folder whose files may be written and run "
+            "(install one, or `pip install ziglang`, or set XDG_CACHE_HOME)"
+        )
     token = secrets.token_bytes(TOKEN_BYTES)
     try:
         file = make_file(layout.total_bytes, token, layout.wide_at)
@@ -195,20 +201,14 @@ def _make(layout: Layout) -> dict[str, Any]:
         raise _NoMemory(
             f"there are no {mib:.0f} MiB of memory for {layout.size} ranks: {error.strerror or error}"
         ) from error
-    try:
-        make_semaphores(Memory(file, layout, 0))
-        built = native.built()
-    except BaseException:
-        os.close(file)
-        raise
-    return {"file": file, "token": token.hex(), "native": None if built is None else str(built)}
+    return {"file": file, "token": token.hex(), "native": str(library)}
 
 
 class _Part:
     """The facts about one member that decide whether all share memory."""
 
     memory: Memory
-    library: native.Native | None = None
+    library: native.Native
 
     def __init__(
         self, names: Sequence[int], cards: Sequence[Mapping[str, Any]], rank: int, made: Mapping[str, Any]
@@ -218,13 +218,15 @@ class _Part:
         self._pids = [card["pid"] for card in cards]
 
     def join(self, layout: Layout) -> dict[str, Any]:
-        """Come to the memory, and make what only some hosts allow."""
+        """Come to the memory, and load native code."""
         _checked(self._made)
         self._token = bytes.fromhex(self._made["token"])
         self.memory = self._opened(layout)
-        with suppress(OSError, AttributeError):  # a folder whose files may not be run
-            self.library = native.Native(Path(self._made["native"])) if self._made["native"] else None
-        return {"native": self.library is not None}
+        try:
+            self.library = native.Native(Path(self._made["native"]))
+        except (OSError, AttributeError) as error:  # a folder whose files may not be run
+            raise _NoMemory(f"rank {self._names[self._rank]} cannot load native code: {error}") from error
+        return {}
 
     def _opened(self, layout: Layout) -> Memory:
         try:
@@ -237,26 +239,10 @@ class _Part:
             here, maker = self._names[self._rank], self._names[0]
             raise _NoMemory(f"rank {here} cannot open the memory that rank {maker} has made: {error}") from error
 
-    def members(self, native_code: bool, ranks: int) -> Members:
-        """Return what is found; ``native_code``: all ranks here have it. ``ranks`` has the group."""
+    def members(self, ranks: int) -> Members:
+        """Return what is found; ``ranks`` has the group."""
         processes = [Process(card["pid"], card["started"]) for card in self._cards]
-        library = self.library if native_code else None
-        return Members(self._names, processes, self.memory, library, _crowded(self._cards, ranks))
-
-
-def _say(members: Members, hosts: int) -> None:
-    """Say once for each process whether collectives have native code."""
-    level = logging.WARNING
-    if members.library is None:
-        text = (
-            "shm: without native code, since there is no C compiler, or no folder whose files may be written and run; "
-            "small collectives take several times longer (install one, or `pip install ziglang`, or set XDG_CACHE_HOME)"
-        )
-    elif hosts > 1:
-        level, text = logging.INFO, f"shm: in shared memory within each of {hosts} hosts, by gloo between them"
-    else:
-        level, text = logging.INFO, "shm: by native code"
-    _log_once(level, text)
+        return Members(self._names, processes, self.memory, self.library, _crowded(self._cards, ranks))
 
 
 def _log_once(level: int, text: str) -> None:

@@ -183,9 +183,8 @@ class Lane:
         except WorldError as error:
             work.end(self._refused(error))
         except BaseException as error:
-            given_up = WorldError(f"rank {self.name} failed in {work.what}: {type(error).__name__}: {error}")
-            self._give_up(given_up)
-            work.end(given_up if isinstance(error, OSError) else error)
+            self._give_up(WorldError(f"rank {self.name} failed in {work.what}: {type(error).__name__}: {error}"))
+            work.end(error)
         else:
             work.end()
         return True

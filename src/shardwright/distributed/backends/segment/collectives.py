@@ -17,9 +17,9 @@ from torch import Tensor
 
 from shardwright.distributed.backends.segment.flats import ByRows, cut, flat_of, flats_of, gathering
 from shardwright.distributed.backends.segment.memory import DATA_BYTES, HEAD_BYTES, SMALL_BYTES, Memory
+from shardwright.distributed.backends.segment.native import Rendezvous
 from shardwright.distributed.backends.segment.notes import Note, unlike
 from shardwright.distributed.backends.segment.reduction import Reduction
-from shardwright.distributed.backends.segment.waiting import Rendezvous
 from shardwright.errors import WorldError
 
 Steps = Iterator[None]

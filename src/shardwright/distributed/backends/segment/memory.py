@@ -27,7 +27,6 @@ SMALL_BYTES = 1 << 17
 _PAGE_BYTES = mmap.ALLOCATIONGRANULARITY
 _PLACE_BYTES = 1024
 _PIECE_BYTES = 1 << 23  # of memory that is taken at once
-_SEMAPHORE_BYTES = 64  # at least a `sem_t`, and a line of the cache
 _MARK = struct.Struct("<I")
 _REASON = struct.Struct("<I")
 _HEAD_AT = 64
@@ -55,13 +54,9 @@ class Layout:
     def places_at(self) -> int:
         return _PAGE_BYTES
 
-    @property
-    def semaphores_at(self) -> int:
-        return self.places_at + self.size * self.place_bytes
-
     @cached_property
     def slots_at(self) -> int:
-        return _up(self.semaphores_at + self.size**2 * _SEMAPHORE_BYTES, _PAGE_BYTES)
+        return _up(self.places_at + self.size * self.place_bytes, _PAGE_BYTES)
 
     @cached_property
     def wide_at(self) -> int:
@@ -74,10 +69,6 @@ class Layout:
 
     def place_at(self, rank: int) -> int:
         return self.places_at + rank * self.place_bytes
-
-    def semaphore_at(self, rank: int, peer: int) -> int:
-        """Of the semaphore on which ``rank`` waits for ``peer``."""
-        return self.semaphores_at + (rank * self.size + peer) * _SEMAPHORE_BYTES
 
     def slot_at(self, rank: int, parity: int) -> int:
         return self.slots_at + (2 * rank + parity) * self.slot_bytes
@@ -125,9 +116,6 @@ class Memory:
         """The last stage to which a rank has come."""
         stage: int = _MARK.unpack_from(self.bytes, self.layout.place_at(rank))[0]
         return stage
-
-    def set_stage(self, stage: int) -> None:
-        _MARK.pack_into(self.bytes, self.layout.place_at(self.rank), stage)
 
     def leave(self, reason: str) -> None:
         """Tell the others why this rank comes to nothing more."""

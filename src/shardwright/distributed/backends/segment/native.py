@@ -1,4 +1,4 @@
-"""The arguments of native.c, and its functions."""
+"""The arguments of native.c, its functions, and the barrier of a group by them."""
 
 from __future__ import annotations
 
@@ -81,3 +81,26 @@ class Native:
 def built() -> Path | None:
     """The compiled code; None where it cannot be compiled here."""
     return compiled(_SOURCE, opens=Native)
+
+
+_STAGES = 1 << 32  # stages are numbers of 32 bits
+
+
+class Rendezvous:
+    """The barrier of a group, which is reached again and again; ``stage`` is the one to which this rank has come."""
+
+    def __init__(self, native: Native, group: Group) -> None:
+        self._native, self._group, self.stage = native, group, 0
+
+    def arrive(self) -> None:
+        """Come to the next stage: what this rank has written before can be read by who has waited."""
+        self.stage = (self.stage + 1) % _STAGES
+        self._native.arrive(self._group, self.stage)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Return whether all have come to the stage of this rank; may be asked again."""
+        return bool(self._native.wait(self._group, self.stage, int(timeout_s * 1e9)))
+
+    def wait_aside(self) -> None:
+        """Have this thread wait beside one that computes, whose core it must not keep."""
+        self._native.wait_aside()
