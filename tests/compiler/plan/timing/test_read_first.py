@@ -1,0 +1,70 @@
+"""The parameters that a step reads before all others: which they are, and that they count as exposed in a bound."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from shardwright.compiler.capture.step import captured_step
+from shardwright.compiler.mesh.mesh import Mesh
+from shardwright.compiler.plan.make import make_plan
+from shardwright.compiler.plan.pricing.cost import Seconds
+from shardwright.compiler.plan.pricing.graph import RuledGraph
+from shardwright.compiler.plan.pricing.hardware import shipped
+from shardwright.compiler.plan.request import PlanRequest
+from shardwright.compiler.plan.timing.prices import Prices
+
+WORDS, WIDTH = 65536, 512
+
+
+class Language(nn.Module):
+    def __init__(self, tied=False):
+        super().__init__()
+        self.table, self.layer = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        if tied:
+            self.head.weight = self.table.weight
+
+    def forward(self, ids):
+        return self.head(self.layer(self.table(ids)))
+
+
+def captured(model, batch, forward=lambda m, x: m(x).square().sum()):
+    return captured_step(model, forward, batch, {})
+
+
+def first(capture):
+    return [value.label for value in capture.values.values() if value.read_first]
+
+
+def test_what_is_read_first_and_by_none_else():
+    with torch.device("meta"):
+        ids = torch.zeros(8, 16, dtype=torch.long)
+        assert first(captured(Language(), ids)) == ["table.weight"]
+        assert first(captured(Language(tied=True), ids)) == []  # its gradient is also that of the end
+        rows = torch.ones(8, 4)
+        linear = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        assert first(captured(linear, rows)) == ["0.weight", "0.bias"]
+        assert first(captured(linear, rows, lambda m, x: m(x).sum() + m[0].weight.sum())) == ["0.bias"]
+        half = captured(linear, rows, lambda m, x: torch.autocast("cpu", torch.bfloat16)(m)(x).sum())
+    found = [value for value in half.values.values() if value.read_first]
+    assert [value.label for value in found if value.kind == "parameter"] == ["0.weight", "0.bias"]
+    assert {value.dtype for value in found if value.kind == "result"} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_table_that_is_read_first_counts_whole_in_the_bound(tied):
+    """To gather it has nothing to hide behind: a bound that hid it would let it look cheap."""
+    with torch.device("meta"):
+        capture = captured(Language(tied), torch.zeros(64, 512, dtype=torch.long))
+    hardware = replace(shipped("h100"), ranks_per_host=8)
+    plan = make_plan(capture, PlanRequest(Mesh.of(d=16), hardware=hardware))
+    assert plan.bound <= plan.cost == pytest.approx(Prices(plan, hardware).step_s)
+    sums = Seconds(hardware).hiding(1.0)
+    table = next(value for value in capture.of_kind("parameter") if value.label == "table.weight")
+    whole = Prices(make_plan(capture, PlanRequest(Mesh.of(d=16), "data", hardware=hardware)), hardware)
+    moved = next(moved for moved in whole.moved if moved.cause == "table.weight" and moved.of_parameter)
+    assert moved.overlaps == tied
+    assert sums.before_first(RuledGraph.of(capture)) < 1e-3
+    assert table.read_first != tied
