@@ -121,5 +121,6 @@ def test_llama_8b_on_64_gpus_exposes_a_tenth_of_its_step_at_most():
     assert prices.step_s <= 1.1 * prices.computing_s
     assert plan.gap < 0.02
     program = lower(plan, 0, overlap=hardware.prefetches)
-    assert [instruction.kind for instruction in program.instructions].count("begin") > 200
+    gathered = 5 * 32  # those of keys and values may be replicated, which are small
+    assert [instruction.kind for instruction in program.instructions].count("begin") >= gathered
     assert peak_of(plan, program).bytes <= plan.memory
