@@ -84,13 +84,22 @@ def test_it_serves_half_precision_without_masks_and_blocks_the_rest(on_cpus, opt
     torch.testing.assert_close(found.double(), expected, rtol=0.05, atol=0.05)
 
 
+def test_it_is_compared_with_blocks_also_where_the_first_step_is_an_evaluation(on_cpus):
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        assert attention.one_kernel(torch.device("cpu"), torch.float16, 8) is not None
+
+
 @pytest.mark.parametrize(
     ("kernel", "problem"),
     [
         (lambda *given: kernel_of_torch(*given) * 2, "the kernels give other numbers, which deviate by"),
+        (
+            lambda *given: kernel_of_torch(*given) + given[2].mean() * torch.nan,
+            "the kernels give other numbers, .* nan",
+        ),
         (lambda *given: [][0], "IndexError: list index out of range"),
     ],
-    ids=["other numbers", "an error"],
+    ids=["other numbers", "no numbers", "an error"],
 )
 def test_where_it_gives_something_else_blocks_are_made_and_it_is_said(on_cpus, monkeypatch, kernel, problem):
     monkeypatch.setattr(sys.modules["shardwright.compiler.lower.operators.attention_kernel"], "attention", kernel)
