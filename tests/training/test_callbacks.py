@@ -9,7 +9,7 @@ import torch
 import shardwright as sw
 from models import NETWORKS
 from ranks import run_ranks
-from shardwright.errors import TrainingError
+from shardwright.errors import TrainingError, UsageError
 
 
 def trainer_of(callbacks=(), mode="data", options=None, model=None, lr=0.1, loss_fn=None, **trainer_options):
@@ -68,6 +68,11 @@ def test_rank_0_prints_the_start_the_losses_and_the_validations(run):
     assert second["text"] == ""
 
 
+def test_an_error_in_a_callback_names_it(run):
+    for theirs in run:
+        assert theirs["notes"] == ["raised by the callback Broken, in on_step_end"]
+
+
 class Overflowing(torch.nn.Module):
     """Infinite where a mask makes it so, which is harmless, and NaN for rows that begin with a large number."""
 
@@ -105,6 +110,14 @@ def test_the_guard_names_the_first_operator_and_its_rank(ranks, rank):
         assert f"1 NaN of {12 // ranks} entries" in message
 
 
+def test_the_guard_names_a_parameter_that_was_not_finite_before():
+    for message in run_ranks(2, exploding, "data", {}, "parameter"):
+        assert message == (
+            "the loss is nan at epoch 1, step 1; first on rank 0: parameter second.bias, "
+            "1 infinite of 12 entries before the step"
+        )
+
+
 def stopping(patience):
     with contextlib.redirect_stdout(io.StringIO()):
         trainer, data = trainer_of([sw.EarlyStopping(patience)], lr=0.5)
@@ -116,3 +129,23 @@ def test_early_stopping_stops_all_ranks_after_the_same_epoch():
     epochs = run_ranks(2, stopping, 2)
     assert epochs[0] == epochs[1]
     assert 3 <= epochs[0] < 40
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: sw.LossMonitor(0), "LossMonitor(every=...) of at least 1 step, got 0"),
+        (lambda: sw.EMA(1.0), "EMA(decay=...) from 0 to below 1, got 1.0"),
+        (lambda: sw.EarlyStopping(0), "EarlyStopping(patience=...) of at least 1 validation, got 0"),
+        (lambda: sw.ModelCheckpoint("x", every_steps=0), "expected every_steps of at least 1, got 0"),
+        (lambda: sw.ModelCheckpoint("x", every_minutes=0), "expected every_minutes of more than 0, got 0"),
+        (
+            lambda: sw.ModelCheckpoint("x", every_steps=5, top_k=("accuracy", 2, "max")),
+            "chooses by a validation, which comes after an epoch; give every_epochs= too",
+        ),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(make, message):
+    with pytest.raises(UsageError) as refused:
+        make()
+    assert message in str(refused.value)

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 import shardwright as sw
-from shardwright.errors import UsageError
+from shardwright.errors import LaunchError, UsageError
 
 SCRIPT = """
 import torch
@@ -36,6 +36,19 @@ def test_what_is_defined_in_main_runs_on_ranks_and_comes_back(tmp_path):
     assert "rank 0 begins\n" in done.stdout
     assert "[(0, tensor([6.])), (1, tensor([6.]))]" in done.stdout
     assert "rank 1 begins" in (tmp_path / "log_output/1/rank.1/stdout").read_text()
+
+
+def failing():
+    if sw.init().rank == 1:
+        raise ValueError("of my own")
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(LaunchError, match=r"(?s)a rank failed \(exit code 1\).*rank 1 failed.*ValueError: of my own"):
+        sw.notebook_launch(failing, 2)
+    assert "of my own" in capsys.readouterr().out
 
 
 def test_what_cannot_be_copied_is_refused():

@@ -162,3 +162,16 @@ def test_term_to_the_launcher_saves_and_the_run_that_goes_on_ends_as_one_that_wa
     assert not first.keys() & losses(second).keys()
     assert {**first, **losses(second)} == losses(whole)
     assert len(losses(whole)) == 20
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.slow
+def test_where_a_rank_dies_the_others_leave_at_once_without_saving(script, tmp_path):
+    process = started(script, tmp_path / "run", "no", epochs=5000)
+    text = read_until(process, "epoch: 1 step: 3", r"pid 0 \d+\n", r"pid 1 \d+\n")
+    pids = dict(re.findall(r"pid (\d) (\d+)", text))
+    os.kill(int(pids["1"]), signal.SIGKILL)
+    rest, _ = process.communicate(timeout=100)  # the grace period is 600 s
+    assert process.returncode == 137, rest
+    assert "rank 1 failed first" in rest
+    assert not list(tmp_path.glob("run/step-*"))

@@ -3,13 +3,14 @@
 import csv
 import json
 import math
+import re
 
 import pytest
 from test_callbacks import trainer_of, with_accuracy
 
 import shardwright as sw
 from ranks import run_ranks
-from shardwright.errors import UsageError
+from shardwright.errors import TrainingError, UsageError
 from shardwright.training.records import RECORDS, Csv, JsonLines, Record, RecordTarget, record_problems
 
 
@@ -99,3 +100,21 @@ def test_mlflow_and_wandb_take_records(tmp_path, monkeypatch):
         assert metric.read_text().split()[1:] == ["2.0", "1"]
     if "wandb" in tried:
         assert list((tmp_path / "wandb").rglob("*.wandb"))
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "why"),
+    [
+        ("records.jsonl", '{"step": "x"}', "step is 'x', expected a whole number"),
+        ("records.jsonl", "{", "it is no JSON: "),
+        ("records.jsonl", "3", "it is 3, expected an object"),
+        ("records.csv", "x,1", "step is 'x', expected a whole number"),
+    ],
+)
+def test_damaged_records_of_an_earlier_start_are_named_with_the_line(tmp_path, file, line, why):
+    first = '{"step": 1}' if file.endswith("jsonl") else "step,epoch"
+    (tmp_path / file).write_text(f"{first}\n{line}\n")
+    kind = JsonLines if file.endswith("jsonl") else Csv
+    with pytest.raises(TrainingError, match=re.escape(f"{tmp_path / file} is damaged in line 2: {why}")):
+        kind(RecordTarget(tmp_path, 5, {}))
+    assert (tmp_path / file).read_text() == f"{first}\n{line}\n"

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import warnings
 
 import pytest
 import torch
@@ -11,6 +12,18 @@ import shardwright as sw
 from models import NETWORKS
 from ranks import run_ranks
 from shardwright.errors import CheckpointError, DamageError, UsageError
+
+
+class Branching(torch.nn.Module):
+    """Cannot be captured: it looks at a value. Its dropout is torch's."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm, self.drop = torch.nn.Linear(24, 12), torch.nn.BatchNorm1d(12), torch.nn.Dropout(0.3)
+
+    def forward(self, x):
+        y = self.drop(self.norm(self.layer(x.flatten(1))))
+        return y if y.sum().item() > -1e9 else y * 2
 
 
 def trainer_of(directory, callbacks=(), model=None, batch_norm="global", **options):
@@ -98,6 +111,32 @@ def test_a_damaged_checkpoint_is_named_and_auto_goes_on_from_the_one_before(tmp_
     assert "all checkpoints in" in str(error)
     assert found["none"][0] is None
     assert "beginning anew" in found["none"][1]
+
+
+def eager(directory, epochs, patience=None):
+    """A run of what cannot be captured; per rank losses are the same, buffers and dropout are not."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        losses = Losses()
+        trainer, batches, _ = trainer_of(directory, [losses], Branching(), batch_norm="per-replica")
+        quietly(trainer.resume)
+        quietly(trainer.fit, batches, epochs)
+    told = [str(w.message) for w in caught if w.category is sw.checkpoint.RandomState]
+    return losses.seen, {k: v.clone() for k, v in trainer.parallel.state_dict().items()}, told
+
+
+@pytest.mark.slow
+def test_what_cannot_be_captured_goes_on_with_its_own_dropout_on_as_many_ranks(tmp_path):
+    whole = run_ranks(2, eager, str(tmp_path / "whole"), 3)
+    first = run_ranks(2, eager, str(tmp_path / "parts"), 1)
+    second = run_ranks(2, eager, str(tmp_path / "parts"), 3)
+    assert first[0][0] + second[0][0] == whole[0][0]
+    for name, tensor in whole[0][1].items():
+        assert torch.equal(second[0][1][name], tensor)
+    other = run_ranks(3, eager, str(tmp_path / "parts"), 4)
+    assert len(other[0][0]) == 5
+    assert "the random generators of 2 ranks, which differed; 3 ranks get new ones" in other[0][2][0]
+    assert not other[1][2]
 
 
 def with_torchs_loader(directory, shuffle):

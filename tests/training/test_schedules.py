@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import shardwright as sw
+from shardwright.errors import UsageError
 
 
 def rates(make, count, **options):
@@ -33,3 +34,8 @@ def test_cosine_falls_to_its_floor_at_the_last_step_and_stays():
 def test_steps_and_polynomials():
     assert rates(sw.step_schedule, 5, every_steps=2, factor=0.5) == pytest.approx([2, 2, 1, 1, 0.5])
     assert rates(sw.polynomial_schedule, 5, steps=4, power=2.0) == pytest.approx([2, 1.125, 0.5, 0.125, 0])
+
+
+def test_a_warm_up_as_long_as_the_run_is_refused():
+    with pytest.raises(UsageError, match="the schedule has 5 steps and its warm-up 5: expected fewer in the warm-up"):
+        rates(sw.cosine_schedule, 1, steps=5, warmup_steps=5)

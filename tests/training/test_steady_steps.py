@@ -8,6 +8,7 @@ import shardwright as sw
 from models import NETWORKS
 from ranks import run_ranks
 from shardwright.distributed.on_its_way import OnItsWay
+from shardwright.errors import UsageError
 from steady import waits_in_a_step
 
 ROWS = 6  # of a batch: of two ranks in parts of equal size, of four not
@@ -84,3 +85,85 @@ def test_what_waits_is_found():
         "__int__ at compiler/lower/operators/draws.py",
         "__int__ at compiler/lower/operators/draws.py",
     ]
+
+
+class Branches(torch.nn.Module):
+    """What no capture follows; the value that it asks for is the model's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 3)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.seen += 1  # whose changes ranks compare in each step
+        return self.layer(x) if float(x.detach().sum()) < 1e9 else x
+
+
+def mean_square(model, batch):
+    return model(batch).square().mean()
+
+
+class Waits:
+    """The check that stands for the next ones, as on a GPU, and what they wait for."""
+
+    def __init__(self, parallel):
+        self.parallel = parallel
+        for check in (parallel._replicas, parallel._same_batch):
+            check._later, check._turns.seen = True, 98
+
+    def call(self, batch):
+        with waits_in_a_step() as waits:
+            try:
+                self.parallel(batch).backward()
+                said = ""
+            except UsageError as error:
+                said = str(error)
+        return said, sorted({where.partition(":")[0] for where in waits})
+
+
+def compared(kind, what):
+    """What is said of the calls 99 to 102 where something differs in call 100, and what they wait for."""
+    rank = sw.init().rank
+    torch.manual_seed(0)
+    model = Branches() if kind == "eager" else torch.nn.Linear(4, 3)
+    batch = torch.randn(4, 4)
+    parallel = sw.parallelize(model, mean_square, batch, "data", batch="global")
+    assert (parallel.plan is None) == (kind == "eager")
+    for _ in range(2):
+        parallel(batch).backward()
+    watched, found = Waits(parallel), []
+    for call in range(99, 103):
+        if call == 100 and rank == 1 and what == "weights":
+            with torch.no_grad():
+                next(parallel.parameters())[0] += 1
+        found.append(watched.call(batch + 1 if call == 100 and rank == 1 and what == "batch" else batch))
+    return found
+
+
+# What ranks have told each other lies in the memory of the host; what a GPU is asked for comes by `OnItsWay`.
+TOLD = ["__bool__ at runtime/checks/same_batch.py", "tolist at runtime/checks/replicas.py"]
+
+
+CASES = (("captured", "batch"), ("captured", "nothing"), ("eager", "weights"), ("eager", "batch"), ("eager", "nothing"))
+APART = {
+    "weights": "what ranks hold alike of the model has drifted apart: ",
+    "batch": "with batch='global' every rank passes the same whole batch, but in the call before this one, rank 0 ",
+    "nothing": "",
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [("captured", "weights"), *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES)],
+)
+def test_ranks_on_gpus_compare_in_the_next_call_what_they_were_asked_for_in_one(kind, what):
+    # Where a GPU is told to assert it; and what ranks tell each other of the calls that they have made, not of a GPU.
+    own = {"eager": ["__bool__ at runtime/eager.py"], "captured": ["tolist at runtime/checks/same_calls.py"]}[kind]
+    for calls in run_ranks(2, compared, kind, what):
+        (first, second, (said, waits), last) = [(said, [w for w in waits if w not in own]) for said, waits in calls]
+        assert first == second == ("", [])
+        assert said.startswith(APART[what])
+        if what == "nothing":
+            assert (said, waits, last) == ("", TOLD, ("", []))

@@ -9,6 +9,7 @@ from torch import nn
 import shardwright as sw
 from ranks import run_ranks
 from shardwright.compiler.report.traces import merged
+from shardwright.errors import UsageError
 
 
 def trace(rank, base_ns):
@@ -27,6 +28,11 @@ def test_traces_of_ranks_become_processes_of_one_on_one_clock():
     assert [events["process_name", pid]["args"]["name"] for pid in (1, 2)] == ["rank 0: python", "rank 1: python"]
     assert [events["aten::mm", pid]["ts"] for pid in (1, 2)] == [10.0, 511.0]
     assert events["fwdbwd", 1]["id"] != events["fwdbwd", 2]["id"]
+
+
+def test_numbers_that_are_no_steps_are_refused(tmp_path):
+    with pytest.raises(UsageError, match=r"numbers of steps from 1 on, got \[0, 2\]"):
+        sw.Tracer(tmp_path, [0, 2])
 
 
 class Net(nn.Module):

@@ -17,8 +17,11 @@ from ranks import run_ranks
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.mesh.redistribute import Collective
 from shardwright.distributed.backends.table import GLOO, NCCL
+from shardwright.launch.hosts.network import read_devices
 from shardwright.runtime.parallel import EagerFallback
 from shardwright.training.network.prediction import flows_between
+from shardwright.training.network.traffic import HostTraffic, measure, traffic_lines
+from sysfs import Tree
 from veth import ADDRESSES, DEVICE, enter, namespaces
 
 
@@ -166,6 +169,40 @@ def test_what_crosses_hosts_depends_on_the_way():
         ("a", "b"),
         ("b", "a"),
     }
+
+
+@pytest.fixture
+def seen(tmp_path):
+    """The report of two hosts like this tree, on which a port and eth0 sent and received so many bytes."""
+    tree = Tree(tmp_path / "sys")
+
+    def report(port_bytes, eth0_bytes, nccl=None):
+        before = read_devices(tree.root)
+        words = port_bytes // 4
+        tree.count({"rx_bytes": eth0_bytes, "tx_bytes": eth0_bytes}, {"port_rcv_data": words, "port_xmit_data": words})
+        between, within = measure(before, read_devices(tree.root))
+        flows = {("a", "b"): 1e9, ("b", "a"): 1e9, ("a", "a"): 5e8}
+        return traffic_lines([HostTraffic(name, between, within, nccl) for name in ("a", "b")], flows, NCCL)
+
+    return report
+
+
+@pytest.mark.parametrize(
+    ("port_bytes", "eth0_bytes", "nccl", "how"),
+    [
+        (0, 1_050_000_000, None, "sent its bytes over eth0"),
+        (0, 1_050_000_000, "Socket", "says that it uses sockets"),
+        (800_000_000, 0, "Socket", "says that it uses sockets"),  # another job's bytes on the port excuse nobody
+    ],
+)
+def test_nccl_over_sockets_although_infiniband_is_there(seen, port_bytes, eth0_bytes, nccl, how):
+    warnings_ = [line for line in seen(port_bytes, eth0_bytes, nccl) if "warning" in line]
+    assert len(warnings_) == 2
+    assert warnings_[0].startswith(
+        f"traffic | a | warning: NCCL {how} although InfiniBand is active on mlx5_0/1 (100 Gb/sec (4X EDR)); look at "
+    )
+    for word in ("NCCL_IB_DISABLE", "NCCL_IB_HCA", "ulimit -l", "NCCL_DEBUG=INFO"):
+        assert word in warnings_[0]
 
 
 # NCCL over sockets

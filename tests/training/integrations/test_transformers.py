@@ -80,7 +80,7 @@ def test_experts_that_transformers_keeps_apart_in_files_are_read_as_they_are_her
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", ["t5"])
+@pytest.mark.parametrize("name", ["gpt2", "t5"])  # gpt2 ties its weights
 def test_other_models_are_written(name, tmp_path):
     check_written(name, tmp_path)
     check_written(name, tmp_path / "four", {"mode": "auto", "mesh": "dp=2,tp=2", "search": "propagation"}, 4)

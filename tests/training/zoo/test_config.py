@@ -1,6 +1,10 @@
 """Configurations: what is refused, in which words, and what is read."""
 
 import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -106,6 +110,14 @@ def test_a_configuration_without_a_loss_has_that_of_its_model(config):
     assert line.strip().startswith("model.name: 'perceptrom' is unknown; choose one of perceptron, resnet18, ")
 
 
+def test_names_are_found_without_path_or_suffix_and_near_ones_are_proposed():
+    assert load_config("mnist_mlp") == load_config("mnist_mlp.yaml")
+    with pytest.raises(UsageError, match=r"no file mnist_mpl and .* quickstart; did you mean mnist_mlp\?"):
+        load_config("mnist_mpl")
+    with pytest.raises(UsageError, match=r"-o train\.epochs sets nothing; type -o key=value"):
+        load_config("mnist_mlp", ["train.epochs"])
+
+
 @pytest.mark.parametrize("name", ["mnist_mlp", "cifar10_resnet18", "cifar10_resnet50", "gpt_char", "quickstart"])
 def test_a_saved_configuration_is_the_same_again(name, tmp_path):
     before = load_config(name, ["train.epochs=3", "optimizer.lr=1e-3"])
@@ -147,12 +159,55 @@ def test_paths_shapes_and_classes_are_checked_before_anything_runs(mnist):
     assert line.startswith("parallel.mesh: a mesh is written as dp=2,tp=4; got")
 
 
+def test_models_that_cannot_take_the_data_are_refused(config, mnist):
+    data = f"data: {{type: mnist, root: {mnist}, batch_size: 8}}\n"
+    assert problems(config(data + "model: {name: resnet18}")) == [
+        "model.name: resnet18 takes images of shape [3, height, width], the data have [1, 28, 28]"
+    ]
+    assert problems(config(data + "model: {name: gpt}")) == [
+        "model.name: gpt takes rows of ids, the data have torch.float32 of shape [1, 28, 28]"
+    ]
+    text = "data: {type: characters, batch_size: 8}\n"
+    assert problems(config(text + "model: {name: perceptron}")) == [
+        "model.name: perceptron takes numbers, the data have ids; use gpt"
+    ]
+    assert problems("gpt_char", "model.heads=3") == ["model.width: expected a multiple of model.heads=3, got 128"]
+    assert problems("gpt_char", "model.vocabulary=2")[0].startswith("model.vocabulary: expected at least the ")
+
+
+WRONG_TOGETHER = {
+    ("scheduler.warmup_steps=640",): "scheduler.warmup_steps: expected less than the run, which has 640 steps in 10 "
+    "epochs, got 640 steps of warm-up; train longer or lower it",
+    ("scheduler.warmup_epochs=10",): "scheduler.warmup_epochs: expected less than the run, which has 640 steps in 10 "
+    "epochs, got 640 steps of warm-up; train longer or lower it",
+    ("scheduler.name=constant", "scheduler.warmup_steps=320", "train.accumulate=2"): "scheduler.warmup_steps: expected "
+    "less than the run, which has 320 steps in 10 epochs, got 320 steps of warm-up; train longer or lower it",
+    ("scheduler.warmup_steps=1", "scheduler.warmup_epochs=1"): "scheduler.warmup_steps or scheduler.warmup_epochs: "
+    "expected one of them, got both",
+    (
+        "data.drop_last=true",
+        "data.batch_size=641",
+    ): "data.drop_last: true leaves no batch: the global batch is 641, the data have 640 samples",
+    ("optimizer.name=adamw", "optimizer.betas=[0.9]"): "optimizer.betas: expected two numbers, got 1",
+    (
+        "optimizer.name=sgd",
+        "optimizer.nesterov=true",
+    ): "optimizer.nesterov: true needs a momentum; type -o optimizer.momentum=0.9",
+    ("parallel.mesh=dp=3",): "parallel.mesh: dp=3 is for 3 ranks, got 1",
+}
+
+
 TABLE = """
 data: {type: table, batch_size: 10, samples: 640}
 model: {name: two_matmuls}
 loss: {name: mse}
 scheduler: {name: cosine}
 """
+
+
+@pytest.mark.parametrize("overrides", WRONG_TOGETHER)
+def test_options_that_do_not_fit_each_other_are_said_in_one_line(overrides, config):
+    assert problems(config(TABLE), *overrides) == [WRONG_TOGETHER[overrides]]
 
 
 def test_a_run_is_as_long_as_its_ranks_make_it(config):
@@ -199,3 +254,19 @@ def test_what_is_not_refused_runs(config, data):
             "characters": {"gpt cross_entropy"},
         }[data]
     )
+
+
+def test_one_process_of_many_cannot_train_alone(mnist, monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    [line] = problems("mnist_mlp", f"data.root={mnist}", "system.distribute=false")
+    assert line.startswith("system.distribute: false trains alone, but torchrun started 4 processes")
+
+
+@pytest.mark.slow
+def test_a_wrong_configuration_starts_no_process(tmp_path):
+    command = [Path(sys.executable).with_name("shardwright"), "train", "-n", "4", "--config", "quickstart"]
+    done = subprocess.run([*command, "-o", "train.stps=3"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[1].strip() == "train.stps is unknown; did you mean train.steps?"
+    assert os.listdir(tmp_path) == []

@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 
-from shardwright.training.zoo import resnet18, resnet50
+from shardwright.training.zoo import GPT, resnet18, resnet50
 
 
 def parameters(model):
@@ -35,3 +35,20 @@ def test_rotary_attention_depends_on_distances_alone():
     torch.testing.assert_close(product(3, 1), product(17, 15), rtol=1e-5, atol=1e-5)
     assert abs(product(3, 1) - product(3, 2)) > 1e-3
     torch.testing.assert_close(at(q, 7).norm(), q.norm(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"width": 10, "heads": 4}, "a multiple of the heads, got width=10, heads=4"),
+        ({"width": 12, "heads": 4, "positions": "rotary"}, "expected an even width per head, got 12 / 4"),
+        ({"positions": "sinus"}, "expected positions among learned, rotary, got 'sinus'"),
+    ],
+)
+def test_arguments_that_do_not_fit(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        GPT(5, **arguments)
+    with pytest.raises(ValueError, match="expected a stem among cifar, imagenet, got 'mnist'"):
+        resnet18(stem="mnist")
+    with pytest.raises(ValueError, match=r"expected at most 4 tokens \(sequence_length\), got 5"):
+        GPT(5, sequence_length=4)(torch.zeros(1, 5, dtype=torch.int64))
