@@ -1,14 +1,15 @@
 """Ranks that must mean the same say so in the name of their caller, and all fail together."""
 
+import pytest
 import torch.distributed as dist
 
 from ranks import run_ranks
 from shardwright.cluster.bench.bench import run_bench
 from shardwright.cluster.bench.options import BenchOptions
 from shardwright.distributed.agreement import agree, from_all_ranks, from_rank_zero, together
-from shardwright.distributed.ranks import Purpose, ranks_by_collectives, ranks_by_messages
+from shardwright.distributed.ranks import OneRank, Purpose, ranks_by_collectives, ranks_by_messages
 from shardwright.distributed.world import init
-from shardwright.errors import CheckpointError, PlanError
+from shardwright.errors import CheckpointError, PlanError, UsageError
 from shardwright.runtime.verification.verify import verify
 from simulated_ranks import SimulatedRanks
 
@@ -77,6 +78,17 @@ def test_what_rank_zero_makes_or_fails_to_make_comes_to_all():
             "CheckpointError: ZeroDivisionError: integer division or modulo by zero",
             [0, 1],
         ]
+
+
+def test_a_rank_alone_raises_what_it_met():
+    planning = ranks_by_collectives("making the plan")
+    assert isinstance(planning, OneRank)
+    with pytest.raises(ZeroDivisionError):
+        from_rank_zero(planning, divide)
+    with pytest.raises(CheckpointError, match="ZeroDivisionError"):
+        from_rank_zero(ranks_by_messages(SAVING), divide)
+    with pytest.raises(UsageError, match="mode"):
+        agree("parallelize", {}, "mode='x' is unknown")
 
 
 def test_all_raise_the_error_of_the_first_rank_that_fails():

@@ -1,5 +1,6 @@
 """What ranks write of their calls is compared with what fits: two ranks that share a store, in one process."""
 
+import gc
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -45,6 +46,20 @@ def without_sleep(monkeypatch):
 def ranks():
     store = HashStore()
     return [Lockstep(store, rank, 2) for rank in range(2)]
+
+
+def test_a_rank_that_waits_before_it_knows_its_batch_is_not_taken_at_its_last_one():
+    first, second = ranks()
+
+    def steps(mine, late):
+        for what in ("a", "a", "b", "c", "b"):
+            with mine.call():
+                mine.wait(Late(late))
+                mine.same(what, lambda what=what: what)
+                mine.wait(Late(1 - late))
+        return "alike"
+
+    assert together(lambda: steps(first, 0), lambda: steps(second, 1)) == ["alike", "alike"]
 
 
 @pytest.mark.parametrize(("others", "text"), [("b", "rank 0 a, rank 1 b;"), (None, "rank 1 has ended after 1 calls")])
@@ -118,5 +133,26 @@ def test_ranks_that_end_in_different_calls_do_not_wait_for_each_other(monkeypatc
             with mine.call():
                 pass
         mine.end()
+    without_sleep(monkeypatch)
+    first.wait_until_all("ended", 60)
+
+
+def test_ranks_whose_last_call_was_refused_are_not_waited_for(monkeypatch):
+    """Nor is the error kept, by whose frames their models would stay."""
+
+    def calls(mine, what):
+        with mine.call():
+            mine.same(what, lambda: what)
+            mine.wait(Late(2000))
+
+    def refused(mine, what):
+        with pytest.raises(UsageError, match="do not come to call 1 of the model alike"):
+            calls(mine, what)
+        mine.end()
+
+    first, second = ranks()
+    assert together(lambda: refused(first, "a"), lambda: refused(second, "b")) == [None, None]
+    gc.collect()
+    assert first._told() is second._told() is None
     without_sleep(monkeypatch)
     first.wait_until_all("ended", 60)

@@ -2,7 +2,10 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import shardwright as sw
+from ranks import run_ranks
 from shardwright.distributed.devices import asked_device, device_type, gpu_index
 from shardwright.distributed.meeting import Card
 from shardwright.errors import UsageError, WorldError
@@ -43,3 +46,31 @@ def test_a_device_that_cannot_be_is_told(device, backend, error, text, monkeypat
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     with pytest.raises(error, match=text):
         device_type(asked_device(device), backend)
+
+
+def say_device(own_group):
+    if own_group:
+        dist.init_process_group("gloo")
+    world = sw.init(device="cpu:0")
+    try:
+        sw.init(device="cuda")
+    except WorldError as error:
+        return str(world.device), str(error)
+
+
+@pytest.mark.parametrize("own_group", [False, True])
+def test_a_second_call_has_to_mean_the_same_device(own_group):
+    said = run_ranks(2, say_device, own_group)
+    assert said == [
+        (
+            "cpu",
+            "sw.init(device='cuda'), but the world is already there with device='cpu'; call "
+            "torch.distributed.destroy_process_group() first to set up another",
+        )
+    ] * 2  # fmt: skip
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_gpu_that_is_not_there_is_an_error():
+    with pytest.raises(WorldError, match="device='cuda', but torch sees 0 GPUs here"):
+        sw.init(backend="gloo", device="cuda")

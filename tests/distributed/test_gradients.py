@@ -44,6 +44,13 @@ def test_gradients_are_reduced_in_place_with_one_collective_for_each_dtype(op, s
         assert in_place
 
 
+def test_large_gradients_travel_in_several_buckets():
+    # 96 bytes | 16 and 56 bytes | float32: three buckets of at most 100 bytes
+    for reduced, calls, _ in run_ranks(2, reduce_some, "sum", 100):
+        assert reduced == [[3.0], [6.0], None, [9.0]]
+        assert calls == 3
+
+
 def one_lacks():
     world = sw.init(timeout=60)
     some = [parameter(world.rank + 1.0, (2,)), parameter(1.0, (3, 4), has_gradient=world.rank == 1)]
@@ -60,3 +67,24 @@ def test_a_gradient_that_some_ranks_lack_is_named_before_anything_changes():
         assert text.startswith(message)
         assert f"({['none', 'one'][rank]} on rank {rank})" in text
         assert first == [rank + 1.0] * 2
+
+
+def refuse_sparse():
+    sw.init(timeout=60)
+    embedding = torch.nn.Embedding(4, 2, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    said = []
+    for options in ({}, {"op": "max"}):
+        try:
+            sw.reduce_gradients(embedding.parameters(), **options)
+        except UsageError as error:
+            said.append(str(error))
+    return said
+
+
+def test_sparse_gradients_and_unknown_operations_are_refused():
+    sparse, operation = run_ranks(1, refuse_sparse)[0]
+    assert sparse.startswith(
+        "the gradient of parameter 0 (shape [4, 2]) is torch.sparse_coo; reduce_gradients takes dense"
+    )
+    assert operation == "op='max' is unknown; choose one of mean, sum"

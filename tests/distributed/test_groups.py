@@ -13,7 +13,7 @@ from shardwright.compiler.mesh.groups import SharedGroups
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.distributed.backends.shm_group import LaneGroup
 from shardwright.distributed.control import group_for_messages
-from shardwright.errors import UsageError
+from shardwright.errors import UsageError, WorldError
 
 
 def said_by(function, *arguments):
@@ -69,6 +69,57 @@ def test_a_group_over_two_hosts():
         )
         assert everyone == (rank, 6, rank % 3, 3)
         assert "is no group that exists" in destroyed
+
+
+def misuse():
+    sw.init(timeout=60)
+    refused = [said_by(sw.create_group, ranks) for ranks in ([], [0, 0], [0, 2], [-1])]
+    return [
+        *refused,
+        said_by(sw.destroy_group, None),
+        said_by(sw.create_group, "g", [0, 1]),
+        said_by(sw.create_group, "g"),
+    ]
+
+
+def test_groups_that_make_no_sense():
+    said = run_ranks(2, misuse)[0]
+    for message, ranks in zip(said, ("[]", "[0, 0]", "[0, 2]", "[-1]"), strict=False):
+        assert message == f"create_group got the ranks {ranks}; expected distinct ranks from 0 to 1"
+    assert said[4] == "the group of all ranks cannot be destroyed; pass a group that sw.create_group() returned"
+    assert (
+        said[5]
+        == said[6]
+        == (
+            "create_group('g', ...) gives a name, as MindSpore's does, and groups have none here; type group = "
+            "sw.create_group([0, 1]), and pass the group where the name stood"
+        )
+    )
+
+
+def test_there_are_no_ranks_before_init():
+    with pytest.raises(WorldError, match=r"there is no world yet; call sw.init\(\) first"):
+        sw.get_rank()
+
+
+def one_after_the_other():
+    """Rank 1 has one group more than its peers when they meet again; groups end and come again."""
+    sw.init(timeout=60)
+    rank, sums = sw.get_rank(), []
+    for ranks in ([0, 1], [1, 2], [0, 1], [0, 1, 2], [1, 2]):
+        group = sw.create_group(ranks)
+        if rank in ranks:
+            total = torch.tensor([float(rank)])
+            dist.all_reduce(total, group=group)
+            sums.append(total.item())
+            if ranks != [1, 2]:
+                sw.destroy_group(group)
+    dist.barrier()  # rank 0 serves the store on which the members meet
+    return sums
+
+
+def test_groups_of_the_same_ranks_one_after_the_other():
+    assert run_ranks(3, one_after_the_other) == [[1.0, 1.0, 3.0], [1.0, 3.0, 1.0, 3.0, 3.0], [3.0, 3.0, 3.0]]
 
 
 def limits_of_groups(backend):

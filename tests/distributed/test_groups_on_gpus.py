@@ -3,6 +3,7 @@
 import os
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from ranks import run_ranks
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.mesh.processes import communicator_over
 from shardwright.distributed.agreement import from_rank_zero
+from shardwright.distributed.lockstep import Lockstep
 from shardwright.distributed.ranks import ranks_by_collectives
 
 
@@ -74,3 +76,18 @@ def rank_zero_ends():
 
 def test_who_waits_for_a_rank_0_that_has_ended_is_told():
     assert run_ranks(2, rank_zero_ends, dying=(0,))[1] == "rank 0 has ended, or whoever serves the store of the job"
+
+
+def test_a_group_of_two_backends_is_waited_for_as_each_of_them_does(monkeypatch):
+    """NCCL ends its communicator where a wait has a time limit; gloo must have one to tell who does not come."""
+    monkeypatch.setattr("shardwright.distributed.lockstep.dist.get_backend", lambda group: "cpu:gloo,cuda:nccl")
+    found = []
+
+    class Work:
+        def wait(self, *limits):
+            found.append(len(limits))
+
+    for device in ("cpu", "cuda"):
+        tensor = SimpleNamespace(device=torch.device(device))
+        Lockstep().run(lambda _, group, async_op: found.append(async_op) or Work(), tensor, group="group")
+    assert found == [True, 1, False, 0]

@@ -18,7 +18,7 @@ from shardwright.distributed import meeting
 from shardwright.distributed.devices import gpu_index, host_names
 from shardwright.distributed.meeting import Card, Deadline
 from shardwright.distributed.world import _by_place
-from shardwright.errors import WorldError
+from shardwright.errors import UsageError, WorldError
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -83,6 +83,12 @@ def test_missing_ranks_are_named_on_every_rank_that_came(tmp_path):
         )
 
 
+def test_a_missing_rank_0_is_named_by_the_others():
+    said = run_ranks(2, come_unless, (0,), 0.3)
+    assert said[1].startswith("rank 0 did not come to the meeting point 127.0.0.1 port ")
+    assert "within 0.3 s" in said[1]
+
+
 def say_size(sizes):
     rank = int(os.environ["RANK"])
     return error_of_init(rank=rank, world_size=sizes[rank], timeout=60)
@@ -117,6 +123,22 @@ def test_the_first_contradiction_is_what_every_rank_says():
     }
 
 
+def say_backend(backends):
+    return error_of_init(backend=backends[int(os.environ["RANK"])], timeout=60)
+
+
+def test_a_backend_that_nobody_knows():
+    with pytest.raises(UsageError, match=r"backend='nccl2' is unknown; choose 'gloo' \(CPU\), 'nccl' \(GPU\), 'mpi' "):
+        sw.init(backend="nccl2", rank=0, world_size=1)
+
+
+def test_ranks_that_disagree_on_the_backend_say_so():
+    said = run_ranks(2, say_backend, ("gloo", "cpu:gloo"))
+    assert len(set(said)) == 1
+    assert "the ranks disagree on the backend" in said[0]
+    assert "says cpu:gloo" in said[0]
+
+
 def say_rank(ranks):
     return error_of_init(rank=ranks[int(os.environ["RANK"])], world_size=len(ranks), timeout=60)
 
@@ -125,6 +147,15 @@ def test_a_rank_that_comes_twice_is_named():
     said = run_ranks(4, say_rank, (0, 1, 2, 1))
     assert len(set(said)) == 1
     assert said[0].startswith("two processes say that they are rank 1: ")
+
+
+def test_a_taken_port_is_named():
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(WorldError, match=rf"cannot meet at 127.0.0.1:{port}: Address already in use.*MASTER_PORT"):
+            sw.init(init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=2)
 
 
 def meet_in_file(path, timeout):
@@ -140,6 +171,24 @@ def test_ranks_meet_by_a_shared_file_and_leave_none_behind(tmp_path):
     path = tmp_path / "meet"
     path.write_text('{"addresses": ["127.0.0.1"], "port": 1}')  # what a job that was killed left behind
     assert run_ranks(2, meet_in_file, path, 60) == [(0, 0, 2, False), (1, 1, 2, False)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rank": 0}, r"sw.init\(rank=...\) needs world_size=... too"),
+        ({"world_size": 2}, r"sw.init\(world_size=...\) needs rank=... too"),
+        ({"rank": 2, "world_size": 2}, "rank=2 is not within world_size=2"),
+        ({"timeout": 0}, "timeout=0 must be more than 0 seconds"),
+        ({"init_method": "udp://a:1"}, "init_method='udp://a:1' is no meeting point; expected tcp://HOST:PORT"),
+        ({"init_method": "tcp://host"}, "expected tcp://HOST:PORT"),
+    ],
+)
+def test_arguments_that_make_no_sense(monkeypatch, arguments, message):
+    for name in LAUNCHERS:
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(UsageError, match=message):
+        sw.init(**arguments)
 
 
 def test_a_world_without_a_meeting_point_says_what_to_set(monkeypatch):
@@ -276,3 +325,9 @@ def test_one_seed_gives_every_rank_the_same_numbers():
     assert drawn[0][1] is False
     assert run_ranks(1, draw, 8, False)[0][0] != drawn[0][0]
     assert run_ranks(1, draw, 7, True) == [(drawn[0][0], True)]
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32])
+def test_a_seed_out_of_range_is_refused(seed):
+    with pytest.raises(UsageError, match=f"seed={seed} must be a whole number from 0 to 4294967295"):
+        sw.set_seed(seed)

@@ -155,6 +155,25 @@ def until(condition, timeout_s):
         time.sleep(0.05)
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--backend", "mpi"], "--backend mpi needs ranks that mpirun starts; type --via mpirun --backend mpi"),
+        (["--mca", "pml", "ob1"], "--mca pml ob1 is a setting of mpirun; leave it out, or type --via mpirun too"),
+        (["-mca", "pml", "ob1"], "--mca pml ob1 is a setting of mpirun; leave it out, or type --via mpirun too"),
+        (["--via", "mpirun", "--mca", "p;l", "ob1"], "--mca p;l ob1 names no setting; type --mca NAME VALUE"),
+    ],
+)
+def test_words_that_go_together(words, message, tmp_path):
+    ended = subprocess.run(
+        [BIN / "shardwright", "launch", "-n", "2", *words, PROGRAM], cwd=tmp_path, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert ended.returncode == 2
+    assert message in ended.stderr
+    assert not (tmp_path / "log_output").exists()
+
+
 def test_what_is_missing_is_named(monkeypatch, tmp_path):
     from shardwright.distributed.backends import mpi
     from shardwright.errors import LaunchError, WorldError

@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import tomllib
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import backend_ranks
@@ -19,8 +21,10 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 import shardwright as sw
 from ranks import run_ranks
+from shardwright.common import native_code
 from shardwright.compiler.mesh.processes import all_gather_single, reduce_scatter_single
 from shardwright.distributed.backends import shm, shm_meeting
+from shardwright.distributed.backends.segment import native
 from shardwright.errors import WorldError
 
 slow = pytest.mark.slow
@@ -339,6 +343,27 @@ def test_who_shares_no_memory_is_told_why():
     assert str(problem.value) == "the ranks are in several containers, which do not see each other's processes"
 
 
+@pytest.mark.parametrize(
+    ("of_a_world", "said"),
+    [
+        (False, "shardwright: backend='shm' cannot share memory, gloo takes its place: the ranks are in several"),
+        (True, "shardwright: the group of the ranks 1, 3 shares no memory, gloo takes the place of shm there, and in "
+               "no other group: the ranks are in several containers"),
+    ],
+)  # fmt: skip
+def test_a_group_between_containers_says_that_it_is_this_group_alone(of_a_world, said, monkeypatch, capsys):
+    options = SimpleNamespace(
+        group_rank=0, global_ranks_in_group=[1, 3], group_size=2, timeout=timedelta(seconds=9), store=dist.HashStore()
+    )
+    monkeypatch.setattr(shm_meeting, "_of_a_world", lambda: of_a_world)
+    monkeypatch.setattr(shm_meeting, "backends_of", lambda: "shm")
+    monkeypatch.setattr(shm_meeting, "_gloo", lambda meeting: "gloo")
+    cards = [card(), card(processes=8)]
+    monkeypatch.setattr(shm_meeting._Meeting, "exchange", lambda self, what, make: cards)
+    assert shm_meeting.create(options) == "gloo"
+    assert capsys.readouterr().err.startswith(said)
+
+
 FAILS = [
     ("_card", RuntimeError, 1), ("make_file", AttributeError, 0), ("Memory", RuntimeError, 1),
 ]  # fmt: skip
@@ -370,6 +395,12 @@ def test_where_one_rank_cannot_share_memory_gloo_takes_its_place_on_all():
         assert sums == [2.0, 2.0], name
         assert files == 0, name
         assert other == (sums, "", 0), name
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no home"), PermissionError(13, "closed")])
+def test_without_a_folder_of_caches_there_is_no_native_code(monkeypatch, error):
+    monkeypatch.setattr(native_code, "_folder", Mock(side_effect=error))
+    assert native.built() is None
 
 
 def forked():
