@@ -1,6 +1,7 @@
 """What a person types wrong, and what the system refuses: one message, exit code 2, and nothing is left behind."""
 
 import os
+import resource
 
 import pytest
 
@@ -74,3 +75,16 @@ def test_a_full_disk_is_named_with_the_file_and_how_much_is_free(command, tmp_pa
             assert f"{words[-2] if words[-1] == 'train.py' else words[-1]}" in said
             assert "No space left on device (0 B are free); free some" in said
             assert [path.name for path in disk.iterdir()] == ["full"]
+
+
+@pytest.mark.slow
+def test_a_limit_of_files_is_named_with_what_to_type(command, tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        code, said = command("data", "digits", "--out", tmp_path / "new")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert code == 2, said
+    assert "File too large; files of this process may not be larger: type `ulimit -f unlimited`" in said
+    assert not (tmp_path / "new").exists()

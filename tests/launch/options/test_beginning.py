@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from launching import COMMAND
+from shardwright.cli import cli
 
 
 def run(folder, *words, **environment):
@@ -28,6 +30,23 @@ def test_the_starter_project_is_not_written_over(tmp_path):
     again = run(tmp_path, "init", "spirals")
     assert (again.returncode, again.stdout) == (2, "")
     assert "spirals has README.md, model.py, train.py, train.yaml already, and nothing was written" in again.stderr
+
+
+def test_a_starter_project_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
+    read = Path.read_text
+
+    def reading(path):
+        if path.name.startswith("train.yaml"):
+            raise OSError(28, "No space left on device")
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_text", reading)
+    failed = CliRunner().invoke(cli, ["init", str(tmp_path / "my spirals")])
+    assert "cannot be written to" in f"{failed.output}{failed.exception}"
+    assert not list((tmp_path / "my spirals").iterdir())
+    monkeypatch.undo()
+    made = CliRunner().invoke(cli, ["init", str(tmp_path / "my spirals")])
+    assert f"cd '{tmp_path}/my spirals' && shardwright launch" in made.output
 
 
 @pytest.mark.slow

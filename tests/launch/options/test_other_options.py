@@ -152,6 +152,11 @@ def test_a_word_with_another_meaning_is_said_once(asked, line, said):
     assert ended.output == (f"shardwright: {said}\n" if said else "")
 
 
+def test_a_word_that_nobody_knows_is_named_whole(asked, tmp_path):
+    ended = CliRunner().invoke(cli, ["launch", "-display-nothing", "train.py"])
+    assert (ended.exit_code, "No such option: -display-nothing; those of other launchers" in ended.output) == (2, True)
+
+
 def test_every_option_of_torchrun_is_known():
     ours = {name for parameter in cli.get_command(None, "launch").params for name in parameter.opts}
     typed = [name for action in get_args_parser()._actions for name in action.option_strings]
@@ -162,6 +167,45 @@ def test_the_page_has_every_option_of_the_table():
     page = (DOCS / "launching/other_launchers.md").read_text().replace("_", "-")
     served = [option for option in OTHER_OPTIONS if not option.refusal]
     assert not [option.names[0] for option in served if f"`{option.names[0]}`" not in page]
+
+
+TAKES = """
+import argparse, os, sys
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank", type=int, default=-1)
+parser.add_argument("--lr", type=float)
+args = parser.parse_args()
+open(f"seen.{os.environ['RANK']}", "w").write(f"{args.local_rank} {args.lr}")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [[], ["--no-preload"]], ids=["forked", "started anew"])
+def test_a_script_that_takes_its_local_rank_as_an_argument_is_given_it(launching, words):
+    launching.write("train.py", TAKES)
+    assert launching.run(*words, "--nproc_per_node=2", "train.py", "--lr", "0.1").code == 0
+    assert [(launching.folder / f"seen.{rank}").read_text() for rank in (0, 1)] == ["0 0.1", "1 0.1"]
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "expected"),
+    [
+        ("p.add_argument('--local-rank')", (), ("--local-rank=3",)),
+        ("@click.option('--local_rank')\ndef f(): ...", ("a",), ("--local_rank=3", "a")),
+        ("p.add_argument('--local_rank')", ("--local_rank", "7"), ("--local_rank", "7")),
+        ("x = '--local_rank'", (), ()),
+        ("p.add_argument('--local_rank'", (), ()),
+    ],
+)
+def test_the_spelling_is_that_of_the_script(tmp_path, text, arguments, expected):
+    from shardwright.launch.host.program import Program
+
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    program = Program("script", (str(script), *arguments))
+    assert program.for_rank({"LOCAL_RANK": "3"}).arguments == (str(script), *expected)
+    without = Program("script", (str(script), *arguments), tells_local_rank=False)
+    assert without.for_rank({"LOCAL_RANK": "3"}) == without
 
 
 def test_nccl_without_gpus_is_refused_before_the_start(asked, monkeypatch):

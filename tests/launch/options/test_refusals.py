@@ -1,12 +1,16 @@
 """What cannot be served is said before anything starts, and leaves no folder."""
 
 import socket
+import sys
+from pathlib import Path
 
 import pytest
 
+from shardwright.errors import UsageError
+from shardwright.launch.host.program import Program, check_program
 from shardwright.launch.hosts import port
 from shardwright.launch.hosts.port import lease_port
-from shardwright.launch.options import launch_options
+from shardwright.launch.options import launch_options, variables
 
 REFUSED = [
     ([], "nothing to launch; type one of"),
@@ -51,6 +55,44 @@ def test_refusal(launching, arguments, message):
     assert ended.stdout == ""
     assert "Traceback" not in ended.stderr
     assert [path.name for path in (launching.folder / "log_output").iterdir()] == ["taken"]
+
+
+def test_a_bare_name_is_a_file_here_or_our_command_or_a_program_on_the_path(tmp_path, monkeypatch):
+    here, programs = tmp_path / "here", tmp_path / "bin"
+    for folder in (here, programs, here / "train"):
+        folder.mkdir()
+    python, elsewhere = Path(sys.executable), programs / "python3"
+    elsewhere.symlink_to("/bin/true")
+    lines = {
+        "installed": f"#!{python}", "linked": f"#!{python.with_name('python3')}", "found": "#!/usr/bin/env python3",
+        "others": f"#!{elsewhere}", "shell": "#!/bin/sh", "isolated": f"#!{python} -I", "both": f"#!{python}",
+    }  # fmt: skip
+    for name, line in lines.items():
+        (programs / name).write_text(line + "\n")
+        (programs / name).chmod(0o755)
+    (here / "both").write_text("print('here')")
+    monkeypatch.chdir(here)
+
+    def kind(name, path=str(programs)):
+        program = check_program("script", [name, "-n", "1"], {"PATH": path})
+        assert program.arguments[-2:] == ("-n", "1")
+        return program.kind, program.arguments[:-2]
+
+    assert kind("installed") == ("script", (str(programs / "installed"),))
+    assert kind("linked") == ("script", (str(programs / "linked"),))
+    assert kind("found") == ("program", (str(programs / "found"),))
+    assert kind("found", f"{python.parent}:{programs}") == ("script", (str(programs / "found"),))
+    assert [kind(name) for name in ("others", "shell", "isolated")] == [
+        ("program", (str(programs / name),)) for name in ("others", "shell", "isolated")
+    ]
+    assert kind("both") == ("script", ("both",))
+    assert kind("shardwright") == ("script", (str(python.with_name("shardwright")),))  # beside python, not on the PATH
+    assert kind("train") == ("module", ("shardwright", "train"))
+    (here / "train" / "__main__.py").write_text("")
+    assert kind("train") == ("script", ("train",))
+    with pytest.raises(UsageError, match="no program nothere on the PATH"):
+        check_program("program", ["nothere"], {"PATH": str(programs)})
+    assert check_program("program", ["both"], {"PATH": str(programs)}) == Program("program", ("both",))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +154,23 @@ def test_two_jobs_at_once_never_share_a_port(launching, monkeypatch):
         lease.close()
 
 
+@pytest.mark.slow
+def test_two_jobs_started_together_have_their_own_folders(launching):
+    together = "touch up.$$; until [ $(ls -d up.* | wc -l) = 4 ]; do sleep 0.05; done; echo $MASTER_PORT"
+    launchers = [launching.start("-n", "1", "--", "sh", "-c", together) for _ in range(4)]
+    ended = [launching.finish(launcher) for launcher in launchers]
+    assert [end.code for end in ended] == [0] * 4
+    assert len({end.stdout for end in ended}) == 4
+    assert sorted(path.name for path in (launching.folder / "log_output").iterdir()) == ["1", "2", "3", "4"]
+
+
 def test_the_number_of_ranks_follows_the_visible_gpus():
     assert launch_options.read_ranks(None, {"CUDA_VISIBLE_DEVICES": "4,5,6"}) == 3
     assert launch_options.read_ranks("auto", {"CUDA_VISIBLE_DEVICES": ""}) == 1
     assert launch_options.read_ranks("5", {"CUDA_VISIBLE_DEVICES": "4"}) == 5
+
+
+def test_variables_by_prefix():
+    assert variables.read_variables(["NCCL_*"], {"NCCL_DEBUG": "INFO", "HOME": "/"}) == {"NCCL_DEBUG": "INFO"}
+    with pytest.raises(UsageError, match="names no variable"):
+        variables.read_variables(["*"[:0]], {})
