@@ -14,6 +14,7 @@ from shardwright.cluster.bench import overheads
 from shardwright.cluster.bench.device import DeviceSpeeds
 from shardwright.cluster.bench.profile_fit import fit
 from shardwright.compiler.plan.pricing.links import Curve, Segment
+from shardwright.errors import UsageError
 
 GRID = [round(2 ** (i / 2)) for i in range(16, 53)]  # 256 bytes to 64 MiB, two to an octave
 # Latency 20 us and 1 GB/s, from 16 KiB on 4 GB/s, from 1 MiB on 2 GB/s.
@@ -43,6 +44,14 @@ def test_a_fit_never_falls_and_is_above_nothing(seed):
     assert times[0] > 0
     again = Curve(found.segments)
     assert again == found
+
+
+@pytest.mark.parametrize(
+    "points", [[], [(8, 1.0)], [(8, 1.0), (8, 2.0)], [(8, 1.0), (16, 0.0)], [(8, 1.0), (9, np.nan)]]
+)
+def test_points_that_make_no_curve(points):
+    with pytest.raises(UsageError, match="a curve needs two sizes or more, each once, with times above 0"):
+        fit(points)
 
 
 def beside():

@@ -65,6 +65,82 @@ def test_the_reference_tables_byte_by_byte(devices, name):
     assert checked(name) == []
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{0,4}"], "127.0.0.1 uses the devices 0, 4; 0-3 and 4-7 are two networks of an 8-device server, and fewer"),
+        (["[2,6)"], "uses the devices 2, 3, 4, 5; 0-3 and 4-7 are two networks"),
+        (["[0,3)"], "127.0.0.1 uses 3 devices (0, 1, 2); an 8-device server alone uses 1, 2, 4 or 8"),
+        (["[1,8)"], "uses 7 devices"),
+        (["8"], "127.0.0.1 has no device 8; an 8-device server has the devices 0 to 7"),
+        (["[4,4)"], "[4,4) has 0 devices"),
+        (["[0,9999)"], "has 9999 devices; expected 1 to 1024"),
+        (["{1,1}"], "has a device twice"),
+        (["[0,8]"], '[0,8] names no devices; type a range without its end, "[4,8)", or a list, "{1,2}"'),
+        (["{0,1"], "names no devices"),
+        (["0,,1"], "names no devices"),
+        (["0", "--server-id", "../x"], "--server-id '../x' is no host"),
+        (["0", "--server-id", "-x"], "--server-id '-x' is no host"),
+        (["0", "--address-file", "nothere"], "the address file nothere cannot be read: No such file"),
+        (["0", "--out", "nothere/table.json"], "nothere/table.json cannot be written: No such file"),
+    ],
+)
+def test_what_cannot_be_made_is_said_and_nothing_is_written(folder, arguments, message):
+    before = sorted(folder.iterdir())
+    assert message in refusal("make", *arguments)
+    assert sorted(folder.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("address_4=1.2.3.4\n", "hccn.conf has no line `address_5=IP`; it has the addresses of the devices 4"),
+        ("", "it has the addresses of the devices (none)"),
+        ("address_4=1.2.3.4\naddress_5=1.2.3\n", "hccn.conf:2: got 'address_5=1.2.3', expected address_N=IP"),
+        ("# x\naddress 5=1.2.3.4", "hccn.conf:2: got 'address 5=1.2.3.4', expected address_N=IP"),
+        ("address_4=1.2.3.4\naddress_4=1.2.3.5", "hccn.conf:2: got 1.2.3.5 for device 4, which has 1.2.3.4 above"),
+    ],
+)
+def test_addresses_that_are_missing_or_broken(text, message):
+    Path("hccn.conf").write_text(text)
+    assert message in refusal("make", "{4,5}", "--address-file", "hccn.conf")
+
+
+def test_where_addresses_come_from(folder, monkeypatch):
+    done = CliRunner().invoke(cli, ["ranktable", "make", "{4,5}", "--out", "none.json"])
+    assert (
+        "no hccn_tool on this host: the table has no device addresses, which HCCL needs across servers" in done.stderr
+    )
+    assert "device_ip" not in Path("none.json").read_text()
+    assert checked("none.json") == [
+        "none.json: note: devices without device_ip: enough for shardwright, but HCCL needs them across servers"
+    ]
+
+    (folder / "bin").mkdir()
+    tool = folder / "bin" / "hccn_tool"
+    tool.write_text('#!/bin/sh\n[ "$1 $3 $4" = "-i -ip -g" ] && echo "ipaddr:10.0.0.$2" && echo "netmask:255.0.0.0"\n')
+    tool.chmod(0o755)
+    run("make", "{4,5}", "--out", "tool.json")
+    assert [d.device_ip for _, d in read_rank_table(Path("tool.json")).placed.values()] == ["10.0.0.4", "10.0.0.5"]
+    tool.write_text("#!/bin/sh\necho the driver is away >&2; exit 3\n")
+    assert "hccn_tool -i 4 -ip -g` gave no address: the driver is away; expected `ipaddr:IP`" in refusal("make", "4")
+
+    (folder / "etc_hccn.conf").write_text(ADDRESSES)
+    run("make", "{4,5}", "--out", "file.json")
+    assert read_rank_table(Path("file.json")).placed[1][1].device_ip == "192.168.101.100"
+
+
+def test_another_file_is_not_replaced_without_force(folder):
+    Path(FOUR).write_text("mine")
+    assert f"{FOUR} is there already and differs; type --force to replace it" in refusal("make", "[4,8)")
+    assert Path(FOUR).read_text() == "mine"
+    run("make", "[4,8)", "--force")
+    written = Path(FOUR).stat().st_mtime_ns
+    run("make", "[4,8)")  # the same again
+    assert Path(FOUR).stat().st_mtime_ns == written
+    assert sorted(path.name for path in folder.iterdir()) == [FOUR, "hccn.conf"]
+
+
 def test_a_table_is_written_whole_or_not_at_all(folder, monkeypatch):
     Path(FOUR).write_text("mine")
     monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, os.strerror(28))))
@@ -216,6 +292,47 @@ def devices(*ids, server="a", first=0):
     return {"server_id": server, "device": [{"device_id": d, "rank_id": first + i} for i, d in enumerate(ids)]}
 
 
+@pytest.mark.parametrize(
+    ("text", "messages"),
+    [
+        ("[1", ["it is no JSON"]),
+        ("[" * 100_000, ["it is no JSON"]),
+        ('{"a": ' + "9" * 5000 + "}", ["it is no JSON"]),
+        ("[]", ["the table is [], expected an object", "server_list of the table is missing"]),
+        (changed(version=None, status=None), ["note: version is missing", "note: status is missing"]),
+        (changed(server_list=[devices(0, 4)]), ['(other servers: "product": "any" in the table)']),
+        (changed(server_list=[devices(0, 4)]), ["0-3 and 4-7 are two networks", "named hccl_4p_4567"]),
+        (
+            changed(server_list=[devices(4, 5, 6, 7, first=1)]),
+            ["it has the ranks [1, 2, 3, 4]; expected each of 0 to 3"],
+        ),
+        (
+            changed(server_list=[devices(4), devices(5, first=1)], server_count="2"),
+            ["server_id a comes 2 times", "a uses 1 device (4); of several 8-device servers each uses all 8"],
+        ),
+        (changed(version="1.2"), ["note: rank 3 has no super_device_id"]),
+        (
+            changed(super_pod_list=[{"super_pod_id": "0", "server_list": [{"server_id": "b"}]}]),
+            ["super_pod_list has the servers ['b']; expected each of server_list once: ['127.0.0.1']"],
+        ),
+    ],
+)
+def test_check_names_the_rule(text, messages):
+    Path(FOUR).write_text(text)
+    said = checked(FOUR)
+    for message in messages:
+        assert any(message in line for line in said), said
+
+
+def test_reading_names_the_first_problem_and_how_to_see_the_rest():
+    Path("t.json").write_text(changed(server_count="2", status="init"))
+    assert refusal("to-hostfile", "t.json") == (
+        "t.json is no rank table: server_count is 2, but server_list has 1 (and 1 more: type "
+        "`shardwright ranktable check t.json`)"
+    )
+    assert "the rank table nothere cannot be read: No such file" in refusal("to-hostfile", "nothere")
+
+
 @st.composite
 def hosts_with_devices(draw):
     names = draw(st.lists(st.from_regex(r"[a-z][a-z0-9.-]{0,8}", fullmatch=True), min_size=1, max_size=5, unique=True))
@@ -236,3 +353,27 @@ def test_any_json_is_read_or_its_problems_are_listed(value):
     table, problems, _ = parse_rank_table(json.dumps(value))
     assert problems or table.size > 0
     assert all(isinstance(problem, str) for problem in problems)
+
+
+def test_hostfiles_and_back():
+    Path("hosts").write_text("bob@b slots=8\na slots=8\n")
+    done = CliRunner().invoke(cli, ["ranktable", "from-hostfile", "hosts"])
+    assert done.stdout == "hccl_2s_16p.json\n"
+    assert "a rank table has no users: bob@b lost theirs" in done.stderr
+    assert run("to-hostfile", "hccl_2s_16p.json") == "b slots=8\na slots=8\n"
+    assert run("to-hostfile", "hccl_2s_16p.json", "--out", "back") == "back\n"
+    assert Path("back").read_text() == "b slots=8\na slots=8\n"
+    Path("hosts").write_text("a\n")
+    assert "how many devices a has is not known; write `a slots=N`" in refusal("from-hostfile", "hosts")
+    Path("hosts").write_text("a slots=3\n")
+    assert "a uses 3 devices" in refusal("from-hostfile", "hosts")
+
+
+def test_the_options_of_hccl_tools(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make = ["ranktable", "make"]
+    done = CliRunner().invoke(cli, [*make, "--device_num", "[4,8)", "--server_ip", "10.0.0.1"])
+    assert (done.exit_code, (tmp_path / "hccl_4p_4567_10.0.0.1.json").exists()) == (0, True)
+    for words in ([], ["[0,8)", "--device-num", "[0,4)"]):
+        refused = CliRunner().invoke(cli, [*make, *words])
+        assert (refused.exit_code, "which devices? type them once" in refused.output) == (2, True)

@@ -8,10 +8,13 @@ import sys
 import time
 
 import pytest
+from click.testing import CliRunner
 
+from shardwright.cli import cli
 from shardwright.cluster.traffic import DeviceSampler
-from shardwright.launch.hosts.network import moved, read_devices
-from sysfs import Tree
+from shardwright.errors import UsageError
+from shardwright.launch.hosts.network import Device, moved, read_devices
+from sysfs import Tree, write
 
 
 @pytest.fixture
@@ -54,6 +57,53 @@ def test_counters_that_wrap_or_begin_anew(tree, before_words, after_words, moved
     after = read_devices(tree.root).devices["mlx5_0/1"]
     found = moved(before, after, 0.1)
     assert (found.out_bytes, found.in_bytes) == (moved_bytes, moved_bytes)
+
+
+def test_ethernet_counters_of_32_bits_wrap_at_bytes():
+    before = Device("eth0", "ethernet", True, 2**32 - 100, 0, in_packets=2**32 - 1)
+    after = Device("eth0", "ethernet", True, 150, 0, in_packets=4)
+    found = moved(before, after, 1.0)
+    assert (found.in_bytes, found.in_packets) == (250, 5)
+
+
+def test_a_full_counter_of_an_old_port_is_said(tree):
+    tree.count(port={"port_xmit_data": 2**32 - 1})
+    [row] = DeviceSampler(["mlx5_0/1"], tree.root).look()
+    assert row.cells()[-1] == "a counter of 32 bits is full: reset it with perfquery -R"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["eth7"],
+            "there is no network device 'eth7' under {root}; choose of: mlx5_0/1, mlx5_0/2, bond0, eth0, ib0, lo",
+        ),
+        (["mlx5_0/3"], "there is no network device 'mlx5_0/3' under {root}; choose of: mlx5_0/1, "),
+        (["--every", "0"], "expected --every of more than 0 and at most 86400 seconds, got 0"),
+        (["--every", "nan"], "expected --every of more than 0 and at most 86400 seconds, got nan"),
+        (["--count", "0"], "expected --count of at least 1, got 0"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(tree, arguments, message):
+    result = CliRunner().invoke(cli, ["traffic", *arguments, "--sysfs", str(tree.root)])
+    assert isinstance(result.exception, UsageError)
+    assert message.format(root=tree.root) in str(result.exception)
+
+
+def test_no_device_at_all_and_counters_that_cannot_be_read(tree, tmp_path):
+    with pytest.raises(UsageError, match=r"no network device under .*empty is up; those there: none"):
+        DeviceSampler([], tmp_path / "empty")
+    write(tree.eth0 / "statistics", rx_bytes="so many")
+    with pytest.raises(UsageError, match="the counters of eth0 cannot be read: ValueError"):
+        DeviceSampler(["eth0"], tree.root)
+
+
+def test_without_infiniband_it_says_so(tree):
+    (tree.root / "class/infiniband").rename(tree.root / "hidden")
+    result = CliRunner().invoke(cli, ["traffic", "--count", "1", "--every", "0.01", "--sysfs", str(tree.root)])
+    assert result.exit_code == 0
+    assert "no InfiniBand device here" in result.output.splitlines()
 
 
 def test_ctrl_c_ends_with_totals(tree):

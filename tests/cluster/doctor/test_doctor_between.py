@@ -126,3 +126,18 @@ def test_what_is_wrong_between_hosts_is_found_and_nothing_else(wrong):
     assert words in bad[0].finding.text
     assert any(line in typed for typed in bad[0].finding.remedy)
     assert subprocess.run(["sh", "-n"], input="\n".join(bad[0].finding.remedy), text=True).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("bad", "unknown"),
+    [
+        ({"files": {"/sys/class/net/eth0/mtu": "big"}}, {"MTU": ("b",)}),
+        ({"facts": {"addresses": 3}}, {"MTU": ("b",), "ports": ("a", "b", "c")}),
+        ({"facts": {"addresses": [["eth0"], 7]}}, {"MTU": ("b",), "ports": ("a", "b", "c")}),
+        ({"commands": {"mpirun --version": CommandResult(1, "", "broken")}}, {"MPI": ("b",)}),
+    ],
+)
+def test_what_is_said_in_another_form_is_unknown_and_hides_nothing_else(bad, unknown):
+    found = check_between(three(b=altered(host("b"), **bad), ahead_s={"c": 40.0}))
+    assert {one.name: one.hosts for one in found if one.finding.severity == UNKNOWN} == unknown
+    assert [one.name for one in found if one.finding.severity == PROBLEM] == ["clock"]

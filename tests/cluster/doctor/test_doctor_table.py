@@ -6,6 +6,7 @@ from dataclasses import replace
 from recorded_hosts import GPUS, altered, recorded
 from rich.console import Console
 
+from shardwright.cluster.doctor import probe
 from shardwright.cluster.doctor.command import find, fix_script, show
 from shardwright.cluster.doctor.reach import Cluster
 from shardwright.launch.hosts.hosts import Hosts
@@ -76,3 +77,11 @@ def test_what_a_host_says_reaches_no_shell_and_no_terminal():
         assert code
         assert all("'" in line.partition("`reboot`")[0] for line in code if "`reboot`" in line)
     assert r"A100 \x1b[2J\x9b1m" in shown(found, "dgx")
+
+
+def test_a_host_that_says_nonsense_has_no_good_word():
+    """Whatever a host answers, each check says that it is unknown; none fails."""
+    for nonsense in ({}, dict.fromkeys(probe.look()["facts"], 3), {name: [[]] for name in probe.look()["facts"]}):
+        found = find(cluster(x=altered(recorded("dgx"), facts=dict.fromkeys(recorded("dgx").facts) | nonsense)))
+        unknown = [one.name for one in found if one.finding.severity.name == "UNKNOWN"]
+        assert {"Python", "torch", "variables", "disks"} <= set(unknown)

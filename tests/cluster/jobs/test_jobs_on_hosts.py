@@ -36,6 +36,14 @@ def test_a_launcher_that_is_elsewhere_is_asked_to_end_its_job(job, network):
     wait_until(lambda: row(job, "far") is None, 60, "it is shown no more")
 
 
+def test_now_kills_what_would_not_end(job):
+    launcher = job.start(*BOTH, "--job", "deaf", "--grace", "90", *PYTHON, job.write("train.py", STUBBORN))
+    job.wait_for_ranks(2)
+    stopped = job.run("--now", *ON, "deaf", command="stop", timeout_s=60)
+    assert stopped.code == 0, stopped.stdout + stopped.stderr
+    assert job.finish(launcher).code == 143
+
+
 def test_what_nobody_watches_any_more_is_shown_and_ended(job):
     """Of host2 the agent and the supervisor are killed: what ranks have put into sessions of its own goes on."""
     launcher = job.start(*BOTH, "--job", "lost", "--grace", "1", *PYTHON, job.write("train.py", STUBBORN))

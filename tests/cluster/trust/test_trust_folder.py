@@ -65,6 +65,15 @@ def test_a_key_that_is_there_is_never_overwritten(tmp_path):
     assert (ssh / "id_ed25519").read_text() == "secret"
 
 
+def test_a_link_stays_a_link(tmp_path):
+    (ssh := tmp_path / ".ssh").mkdir()
+    (tmp_path / "shared").write_text("# shared\n")
+    (ssh / "authorized_keys").symlink_to(tmp_path / "shared")
+    Folder(tmp_path).add([f"{KEY} b"], [])
+    assert (ssh / "authorized_keys").is_symlink()
+    assert (tmp_path / "shared").read_text() == f"# shared\n{KEY} b\n"
+
+
 def look(host, key, authorized=(), known=()):
     return SshState.of(host, {"user": "me", "key": key, "authorized": authorized, "known": known, "undo": []})
 

@@ -2,8 +2,11 @@
 
 import os
 import pty
+import select
+import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -91,3 +94,44 @@ def test_a_host_whose_key_nobody_knows_is_refused(network):
         in refused.stderr
     )
     assert not homes(network)
+
+
+PASSWORD = "correct-horse-7"
+
+
+def typed_at_a_terminal(words, answers, timeout_s=100):
+    """Run a command that has a terminal, at which a person answers: each question is ended by its key's words."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execvpe(words[0], words, os.environ)
+    said, asked, until_s = b"", 0, time.monotonic() + timeout_s
+    while time.monotonic() < until_s:
+        if select.select([terminal], [], [], 1.0)[0]:
+            try:
+                data = os.read(terminal, 1 << 16)
+            except OSError:  # it has ended
+                break
+            said += data
+            if said[asked:].rstrip().endswith(tuple(answers)):
+                [answer] = [answer for question, answer in answers.items() if said.rstrip().endswith(question)]
+                os.write(terminal, answer)
+                asked = len(said)
+    os.close(terminal)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), said.decode()
+
+
+def test_hosts_that_ask_for_a_password_are_asked_once_each_and_none_is_kept(tmp_path, monkeypatch):
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl, which makes the hash of a password")
+    with host_network(2, tmp_path, homes=True, password=PASSWORD) as network:
+        monkeypatch.setenv("PATH", network.path)
+        answers = {b"password:": PASSWORD.encode() + b"\n", b"Go on? [y/N]:": b"y\n"}
+        code, said = typed_at_a_terminal([COMMAND, "hosts", "trust", "-H", "host1,host2"], answers)
+        assert (code, "2 of 2 ways need no password" in said) == (0, True), said
+        assert said.count("password:") == 2, said
+        still = hosts(network, "check", names=NAMES[:2])
+        assert (still.returncode, "Permission denied (publickey,password)" in still.stderr) == (2, True), (
+            "not from here"
+        )
+    for path in (path for path in tmp_path.rglob("*") if path.is_file() and "_home" in str(path)):
+        assert PASSWORD.encode() not in path.read_bytes(), path
