@@ -1,5 +1,6 @@
 """Random numbers by global position: equal however a tensor is split, and random."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -53,12 +54,34 @@ def test_numbers_are_uniform():
     assert 255 - 4 * 22.6 < chi_squared < 255 + 4 * 22.6  # 255 degrees of freedom, deviation sqrt(2 · 255)
 
 
+def correlation(a: torch.Tensor, b: torch.Tensor) -> float:
+    return torch.corrcoef(torch.stack([a.double(), b.double()]))[0, 1].item()
+
+
+def test_neighbours_are_independent():
+    n = 200_000
+    bound = 4.5 / n**0.5
+    streams = [uniform(key, (n,), (0,), (n,), CPU) for key in (0, 1, 2, 1 << 32, -1)]
+    for a, b in itertools.combinations(streams, 2):
+        assert abs(correlation(a, b)) < bound  # of keys
+        assert abs(correlation(a[1:], b[:-1])) < bound
+    for lag in (1, 2, 3, 8, 64, 1000, 4096):
+        assert abs(correlation(streams[0][lag:], streams[0][:-lag])) < bound  # of positions
+        assert abs(correlation((streams[0][lag:] - 0.5).square(), (streams[0][:-lag] - 0.5).square())) < bound
+
+
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_a_mask_keeps_what_it_should(p):
     n = 400_000
     mask = kept(7, p, (n,), (0,), (n,), CPU)
     assert mask.dtype == torch.bool
     assert abs(mask.double().mean().item() - (1 - p)) < 4 * (p * (1 - p) / n) ** 0.5
+
+
+def test_nothing_and_everything_are_dropped_exactly():
+    x = torch.randn(100)
+    assert torch.equal(draws.dropout(x, 0.0, 1, (100,), (0,)), x)
+    assert torch.equal(draws.dropout(x, 1.0, 1, (100,), (0,)), torch.zeros(100))
 
 
 def test_ranks_drop_other_elements_and_a_step_can_be_replayed():

@@ -142,6 +142,33 @@ def test_a_split_batch_splits_what_is_drawn_for_it():
     assert {node.op for node in drawing} == {node.op for node in drawing if plan.strategies[node.name].used}
 
 
+def test_operators_and_seeds_draw_other_numbers():
+    graph, model, x = captured()
+    wanted = on_one_device()
+    other = run(make_plan(graph, PlanRequest(Mesh(()), "single")), model, x, seed=4)
+    drawn = [wanted[f"aux {name}"] for name in graph.aux]
+    assert not any(torch.equal(a, b) for i, a in enumerate(drawn) for b in drawn[:i] if a.shape == b.shape)
+    assert not any(torch.equal(wanted[f"aux {name}"], other[f"aux {name}"]) for name in graph.aux)
+
+
+def test_dropout_of_nothing_between_recurrent_layers_is_what_plain_pytorch_gives():
+    torch.manual_seed(2)
+    model, x = Model(), torch.randn(4, 3, 8)
+    for layer in (model.lstm, model.rnn):
+        layer.dropout = 1e-12  # is drawn, and drops nothing
+
+    def loss(model, x):
+        return model.lstm(x)[0].square().sum() + model.rnn(x)[0].sum()
+
+    graph = captured_step(model, loss, x, {})
+    found = run(make_plan(graph, PlanRequest(Mesh.of(d=2), "data")), model, x)
+    loss(model, x).backward()
+    torch.testing.assert_close(found["loss"], loss(model, x).detach())
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(found[f"gradient of {name}"], parameter.grad)
+
+
 # The same as plain PyTorch where nothing is left to chance
 
 

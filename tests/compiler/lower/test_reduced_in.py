@@ -17,6 +17,7 @@ from shardwright.compiler.plan.baselines import data_parallel, fully_sharded
 from shardwright.compiler.plan.make import make_plan
 from shardwright.compiler.plan.pricing.graph import RuledGraph
 from shardwright.compiler.plan.request import PlanRequest
+from shardwright.errors import UsageError
 from whole import plain, run
 
 ROWS, WIDTH = 128, 192
@@ -139,6 +140,22 @@ def test_ranks_sum_in_the_dtype_that_they_are_told(accumulated):
             differ = [not torch.allclose(found[name], ddp[name], rtol=1e-4, atol=1e-7) for name in found]
             assert any(differ) == (dtype is not None)
             assert bool((errors(found, exact) < 2 * errors(ddp, exact)).all())
+
+
+def refused():
+    sw.init()
+    found = []
+    for options in ({"precision": "half"}, {"reduce_dtype": torch.int32}):
+        with pytest.raises(UsageError) as error:
+            sw.parallelize(*network()[:1], loss_fn, network()[1], **options)
+        found.append(str(error.value))
+    return found
+
+
+def test_what_is_unknown_is_refused():
+    [(precision, dtype)] = run_ranks(1, refused)
+    assert "precision='half' is unknown; choose one of 'float32', 'bf16', 'fp16'" in precision
+    assert "reduce_dtype=torch.int32 is unknown; choose one of torch.float64, torch.float32" in dtype
 
 
 def test_a_copy_of_the_model_is_not_changed_by_precision():

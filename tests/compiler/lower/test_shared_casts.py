@@ -17,6 +17,7 @@ from shardwright.compiler.plan.pricing.graph import RuledGraph
 from shardwright.compiler.plan.request import PlanRequest
 from shardwright.compiler.report.ir import execute_text
 from shardwright.compiler.rules.table import row_of
+from shardwright.runtime.compiled.compiler import Compiler
 from whole import plain, run
 
 ONE = PlanRequest(Mesh(()), "single")
@@ -131,6 +132,15 @@ def test_shared_casts_under_plans_with_recomputation(mode):
         once = run(plan, model, batch)
         for name in expected:
             torch.testing.assert_close(once[name], expected[name], rtol=0.05, atol=2e-3)
+
+
+def test_shared_casts_are_compiled():
+    model, batch = layered()
+    plan = make_plan(captured_step(model, in_half(squared), batch, {}), ONE)
+    once = run(plan, model, batch)
+    compiled = run(plan, model, batch, compiler=Compiler(says=False, backend="aot_eager"))
+    for name in once:
+        torch.testing.assert_close(compiled[name], once[name], rtol=1e-5, atol=1e-6)
 
 
 def test_what_is_moved_is_moved_once():

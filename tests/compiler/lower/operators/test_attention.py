@@ -66,6 +66,14 @@ def test_blocks_do_not_show(case, most, monkeypatch):
         assert (ours - expected).abs().max() <= 1e-12 * expected.abs().max()
 
 
+def test_it_is_right_where_a_backward_is_called_within_autocast():
+    x = torch.randn(2, 2, 8, 4, dtype=torch.float64, requires_grad=True)
+    result = attention_with_dropout(x, x, x, None, 0.2, False, None, 1, (2, 2, 8, 8), (0, 0, 0, 0)).sum()
+    expected = torch.autograd.grad(result, x, retain_graph=True)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(torch.autograd.grad(result, x)[0], expected)
+
+
 def test_no_device_holds_all_scores(monkeypatch):
     monkeypatch.setattr(attention, "_MOST_CPU", 1 << 13)
     x = torch.randn(1, 4, 256, 4, requires_grad=True)
@@ -74,3 +82,17 @@ def test_no_device_holds_all_scores(monkeypatch):
     with Watching() as watch:
         attention_with_dropout(x, x, x, None, 0.1, False, None, 3, scores, (0, 0, 0, 0)).sum().backward()
     assert watch.peak < math.prod(scores) * 4 / 2
+
+
+@pytest.mark.parametrize(
+    ("leading", "queries", "blocks"), [((8, 12), 256, 1), ((4, 12), 1024, 6), ((1, 12), 1024, 2), ((2, 2), 4096, 8)]
+)
+def test_small_causal_attention_on_a_gpu_is_one_block(leading, queries, blocks):
+    scores = attention._Scores(0.1, True, 1.0, 0, (*leading, queries, queries), (0,) * 4)
+    limits = attention._MOST_GPU, attention._FEWEST_GPU
+    found = list(scores.blocks(leading, queries, queries, *limits))
+    assert len(found) == blocks
+    seen = torch.zeros(*leading, queries, dtype=torch.int8)
+    for at in found:
+        seen[at] += 1
+    assert bool((seen == 1).all())
