@@ -43,14 +43,29 @@ from shardwright.launch.supervisor.main import main
 del sys.path[0]
 main()
 """
+# Where a host has the package too, torch finds its entry point (pyproject.toml), and calls what has that name here. The
+# groups that it then makes are of the package of the host, which ranks import.
+_PACKAGE = b"""
+def _register_backends():
+    import torch.distributed as dist
+
+    if dist.is_available() and "shm" not in dist.Backend.backend_list:
+        dist.Backend.register_backend("shm", _create, extended_api=True, devices=["cpu"])
+
+
+def _create(options, _):
+    from shardwright.distributed.backends.shm_meeting import create
+
+    return create(options)
+"""
 
 
 def sources(*places: str) -> dict[str, bytes]:
     """Return what runs on other hosts, by its name in the zip file: what needs no packages, and these places.
 
-    The package itself is empty there: what users get by importing it stays with those who do.
+    The package itself has there what torch calls alone: what users get by importing it stays with those who do.
     """
-    files = {"__init__.py": b"", **package.sources(*package.STANDARD_LIBRARY_ONLY, *places)}
+    files = {"__init__.py": _PACKAGE, **package.sources(*package.STANDARD_LIBRARY_ONLY, *places)}
     return {f"{package.FOLDER.name}/{name}": data for name, data in files.items()}
 
 
