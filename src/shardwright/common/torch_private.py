@@ -74,6 +74,10 @@ PATCHES: Mapping[str, Patch] = {
         "torch.nn.modules.batchnorm:_BatchNorm", ("forward",), "the loss function runs in a capture",
         "without a momentum it reads the number of batches from a tensor, which has none there",
     ),
+    "recurrent layers": Patch(
+        "torch:_VF", ("lstm", "gru", "rnn_tanh", "rnn_relu"), "the loss function runs in a capture",
+        "under autocast their kernels cast what they are given, which tensors without values do not show",
+    ),
     "transforms": Patch(
         "torch._functorch.eager_transforms",
         ("grad_impl", "grad_and_value_impl", "_vjp_with_argnums", "_jvp_with_argnums"),

@@ -233,7 +233,7 @@ def explained(error: Exception, failed: str) -> CaptureError:
     reason = next((line for line in str(error).splitlines() if line.strip()), "no reason given")
     if reason.startswith("Tensor dtype mismatch!"):
         return CaptureError(
-            f"under autocast an operator gives another dtype than torch's trace sees, as nn.LSTM does on a CPU{at}\n"
+            f"under autocast an operator gives another dtype than torch's trace sees{at}\n"
             f"{reason}\nCall the module where autocast is off, with torch.autocast(..., enabled=False), or leave out "
             ".float(), .to(dtype) and the like of what it returns."
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from operator import getitem
 from typing import Any
 
 import torch
@@ -137,6 +138,9 @@ def copy_operators(owner: Any, graph: Graph, inputs: Sequence[Any], place: Place
         else:
             with place.graph.inserting_before(place.before):
                 new = place.graph.node_copy(node, lambda n: copied[n])
+            if new.target is getitem:
+                several, index = new.args
+                new.meta["val"] = several.meta["val"][index]  # type: ignore[union-attr]
             copied[node] = new if cast_operands(new, place) else _apart(new, place)
     raise AssertionError("a graph ends with its output")
 
@@ -182,11 +186,15 @@ def cast_operands(node: Node, place: Place) -> bool:
         return True
     if _CASTS_WITHIN.of(str(node.target)) == autocast.device_type and any(_is_cast(n, autocast) for n in operands):
         raise _refusal(node, autocast)
-    casts = _casts(node, operands, autocast)
-    if casts is None:
+    found = _casts(node, operands, autocast)
+    if found is None:
         return False
+    casts, result = found
     for i, dtype in casts.items():
         node.replace_input_with(operands[i], _cast(operands[i], dtype, node, place))
+    # Where an operand has come of other operators than those that were traced, it may have another dtype.
+    if _dtypes(result) != _dtypes(node.meta.get("val")):
+        node.meta["val"] = result
     return True
 
 
@@ -207,8 +215,10 @@ def _operands(node: Node) -> list[Node]:
     return [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
 
 
-def _casts(node: Node, operands: Sequence[Node], autocast: Autocast) -> _Casts | None:
-    """The casts of operands after which an operator computes what it computes under autocast; None if there are none.
+def _casts(node: Node, operands: Sequence[Node], autocast: Autocast) -> tuple[_Casts, Any] | None:
+    """The casts of operands after which an operator computes what it computes under autocast, and its result then.
+
+    None if there are none.
 
     Most operators cast their operands. Some are told to compute in float32, or cast what they make on their way: then
     all operands have the dtype of the result.
@@ -219,14 +229,14 @@ def _casts(node: Node, operands: Sequence[Node], autocast: Autocast) -> _Casts |
         for casts in (wanted.casts, _like_results(operands, wanted)):
             with suppress(Exception):  # of operands whose dtypes do not fit together
                 found = _computed(node, operands, casts)
-                if (found.made, _dtypes(found)) == (wanted.made, _dtypes(wanted)):
-                    return casts
+                if (found.made, _dtypes(found.result)) == (wanted.made, _dtypes(wanted.result)):
+                    return casts, found.result
     return None
 
 
 def _like_results(operands: Sequence[Node], wanted: _Computed) -> _Casts:
     """All operands that autocast may cast, to the dtype of the first result."""
-    dtypes = [dtype for dtype in _dtypes(wanted) if dtype.is_floating_point]
+    dtypes = [dtype for dtype in _dtypes(wanted.result) if dtype.is_floating_point]
     return {
         i: dtypes[0]
         for i, operand in enumerate(operands)
@@ -244,8 +254,8 @@ def _may_be_cast(operand: Node) -> bool:
     return dtype.is_floating_point and dtype != torch.float64
 
 
-def _dtypes(of: _Computed) -> list[torch.dtype]:
-    return [leaf.dtype for leaf in trees.tree_leaves(of.result) if isinstance(leaf, torch.Tensor)]
+def _dtypes(of: Any) -> list[torch.dtype]:
+    return [leaf.dtype for leaf in trees.tree_leaves(of) if isinstance(leaf, torch.Tensor)]
 
 
 @dataclass(frozen=True)

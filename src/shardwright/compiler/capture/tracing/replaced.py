@@ -106,6 +106,40 @@ def batch_norms_call(instead: Callable[[Any, Any], Any]) -> Iterator[None]:
         yield
 
 
+# By recurrent layer, on which devices autocast casts for its kernel: those of oneDNN and of cuDNN.
+_CAST_FOR = {"lstm": ("cpu", "cuda"), "gru": ("cuda",), "rnn_tanh": ("cuda",), "rnn_relu": ("cuda",)}
+
+
+@contextmanager
+def recurrent_layers_cast() -> Iterator[None]:
+    """Let recurrent layers under autocast cast what they are given, in this thread, so that results have its dtype.
+
+    Autocast casts for kernels that a trace has other operators for. Packed sequences, and LSTMs of a CPU with
+    projections, have none.
+    """
+    thread = get_ident()
+
+    def casting(name: str) -> Callable[..., Any]:
+        plain = getattr(torch, name)
+
+        def called(x: torch.Tensor, hidden: Any, weights: Any, *others: Any) -> Any:
+            device, states = x.device.type, hidden if isinstance(hidden, (tuple, list)) else [hidden]
+            by_kernel = device in _CAST_FOR[name] and isinstance(weights, list) and x.dtype != torch.float64
+            if get_ident() != thread or not by_kernel or not torch.is_autocast_enabled(device):
+                return plain(x, hidden, weights, *others)
+            if device == "cpu" and weights[0].shape[0] // 4 != weights[1].shape[1]:  # with projections
+                return plain(x, hidden, weights, *others)
+            dtype = torch.get_autocast_dtype(device)
+            x, *cast = (each.to(dtype) for each in (x, *states, *weights))
+            given = cast[: len(states)] if name == "lstm" else cast[0]
+            return plain(x, given, cast[len(states) :], *others)
+
+        return called
+
+    with patched("recurrent layers", **{name: casting(name) for name in _CAST_FOR}):
+        yield
+
+
 @contextmanager
 def sizes_written_as_numbers(is_users: Callable[[str], bool]) -> Iterator[None]:
     """Let open sizes be the numbers of the trace where the user's files write them."""

@@ -27,7 +27,12 @@ from shardwright.compiler.capture.tracing.gradients import GradientTaken, Replay
 from shardwright.compiler.capture.tracing.in_place import Buffers, InPlace, refuse_detaching, refuse_setting_data
 from shardwright.compiler.capture.tracing.outside.copies import copy_of
 from shardwright.compiler.capture.tracing.regions import NO_GRADIENT, kernels_to_trace
-from shardwright.compiler.capture.tracing.replaced import batch_norms_call, quiet_exporter, sizes_written_as_numbers
+from shardwright.compiler.capture.tracing.replaced import (
+    batch_norms_call,
+    quiet_exporter,
+    recurrent_layers_cast,
+    sizes_written_as_numbers,
+)
 from shardwright.compiler.capture.tracing.sizes.open_sizes import OpenSizes, Sizes
 from shardwright.compiler.capture.tracing.state.replay import Again, again
 from shardwright.compiler.capture.tracing.values import answers
@@ -163,7 +168,16 @@ class _Step(torch.nn.Module):
         call.reading.origins.begin(self.model, tensors)
         watched = call.reading.watch() if call.once else call.reading.looked_at()
         averages = batch_norms_call(written.averaging_batch_norm)
-        with watched, call.mode, functions.captured(), averages, refused[0], refused[1], attention.every_backend():
+        with (
+            watched,
+            call.mode,
+            functions.captured(),
+            averages,
+            recurrent_layers_cast(),
+            refused[0],
+            refused[1],
+            attention.every_backend(),
+        ):
             output = call.loss_fn(self.model, call.batch(tensors))
         loss, aux = _loss_and_aux(output)
         found: list[torch.Tensor] = []
