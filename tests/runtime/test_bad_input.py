@@ -2,6 +2,7 @@
 
 import collections
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -15,12 +16,14 @@ from ranks import run_ranks
 from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.lower.lower import lower
 from shardwright.compiler.lower.operators.guard import Guard
+from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.plan.make import make_plan
 from shardwright.compiler.plan.request import PlanRequest
 from shardwright.errors import ShardwrightError, UsageError
 from shardwright.runtime.programs.buckets import GradientReduction
 from shardwright.runtime.programs.execute import Execution, StepArguments
+from shardwright.runtime.programs.splitting import Splitting
 
 BAD = {
     "meta": lambda x, y: (x.to("meta"), y),
@@ -210,3 +213,17 @@ def test_a_gpu_tells_of_an_index_out_of_range_when_it_has_come_to_it(monkeypatch
         step(ids)
     assert str(caught.value).startswith(f"in an earlier step batch holds -4, and {SIX}")
     assert step(ids).isfinite()
+
+
+@pytest.mark.parametrize(("version", "refused"), [("2.11.0+cu130", True), ("2.12.1", False), ("3.0.0a0", False)])
+def test_parameters_are_sharded_by_a_torch_that_can_alone(monkeypatch, version, refused):
+    monkeypatch.setattr(torch, "__version__", version)
+    mesh, model = Mesh.of(d=2), torch.nn.Linear(4, 4)
+    with (
+        pytest.raises(UsageError, match=r"2\.12 or newer is needed, and this is 2\.11\.0\+cu130.*type pip install")
+        if refused
+        else nullcontext()
+    ):
+        made = Splitting.of(model, {"weight": Layout.split(2, {0: ["d"]})}, mesh, torch.device("cpu"))
+        assert made.splits
+    assert not Splitting.of(model, {"weight": Layout.replicated(2)}, mesh, torch.device("cpu")).splits

@@ -20,8 +20,67 @@ from shardwright.errors import UsageError
 from whole import plain, run, same
 
 
+class Gan(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.make = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+        self.judge = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+
+
+def judged(model, batch):
+    noise, real = batch
+    made = model.make(noise).detach()
+    return F.softplus(-model.judge(real)).mean() + F.softplus(model.judge(made)).mean()
+
+
+def made(model, batch):
+    return F.softplus(-model.judge(model.make(batch[0]))).mean()
+
+
+def squares(model, batch):
+    return model(batch[0]).square().mean()
+
+
 def penalty(parameters):
     return 1e-2 * sum(p.square().sum() for p in parameters)
+
+
+def trained():
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    sw.init()
+    sw.set_seed(2)
+    model, batch = Gan(), (torch.randn(12, 8), torch.randn(12, 8))
+    plain = copy.deepcopy(model)
+    options = {"batch": "global", "search": "propagation"}
+    judging = sw.parallelize(model, judged, batch, **options)
+    making = sw.parallelize(model, made, batch, **options)
+    split = sum(any(s.is_shard() for s in p.placements) for p in judging.parameters())
+    found = []
+    for one, steps in ((model, (judging, making)), (plain, None)):
+        optimizers = [torch.optim.AdamW(part.parameters(), lr=0.05) for part in (one.judge, one.make)]
+        losses = []
+        for _ in range(3):
+            for at, (part, loss_fn) in enumerate([(one.judge, judged), (one.make, made)]):
+                one.zero_grad()
+                loss = steps[at](batch) if steps else loss_fn(one, batch)
+                loss = loss + penalty(part.parameters())
+                loss.backward()
+                optimizers[at].step()
+                losses.append(float(loss.detach()))
+        found.append(losses)
+    with pytest.raises(UsageError, match=r"^1.weight is not initialised .lazy modules get their"):
+        sw.parallelize(lazy := nn.Sequential(nn.ReLU(), nn.LazyLinear(3)), squares, batch, batch="global")
+    with torch.no_grad():
+        lazy(batch[0])
+    sw.parallelize(lazy, squares, batch, batch="global")(batch).backward()
+    return split, found
+
+
+def test_a_penalty_beside_two_losses_trains_as_plain_pytorch():
+    for split, (losses, expected) in run_ranks(2, trained):
+        assert split > 0
+        assert losses == pytest.approx(expected, rel=1e-10)
 
 
 class Probed(nn.Module):

@@ -1,5 +1,7 @@
 """Any number of ranks gives the losses and gradients of one, whichever way the batch is split."""
 
+import os
+import random
 from contextlib import nullcontext
 
 import numpy as np
@@ -12,7 +14,8 @@ import shardwright as sw
 from ranks import run_ranks
 from shardwright.data.loading.batch import Batch
 from shardwright.data.order import chunk_range
-from shardwright.errors import UsageError
+from shardwright.distributed.seed import RandomNumbers
+from shardwright.errors import UsageError, WorldError
 from shardwright.runtime.checks.changed_buffers import buffers_restored, digest
 from shardwright.runtime.eager_parallel import parallelize_eagerly
 
@@ -240,6 +243,27 @@ def test_parameters_that_the_loss_does_not_use_get_no_gradient():
         assert unused is None
 
 
+def drawing_loss(model, batch):
+    loss = cross_entropy(model, batch) * (1 + 0 * random.random() * np.random.random())
+    if loss.requires_grad:
+        loss.backward(retain_graph=True)
+    return loss
+
+
+def trial_run():
+    world = sw.init(timeout=60)
+    model = nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Dropout(0.5), nn.Linear(FEATURES, CLASSES)).double()
+    kept = model[2].weight.grad = torch.ones_like(model[2].weight)
+    before = RandomNumbers()
+    parallelize_eagerly(model, drawing_loss, part_of(global_batch(8), world.rank, world.size))
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return before.drawn, model[0].num_batches_tracked.item(), gradients == [kept], kept.unique().tolist()
+
+
+def test_trying_the_loss_function_leaves_no_trace():
+    assert run_ranks(2, trial_run) == [(False, 0, True, [1.0])] * 2
+
+
 # What does not fit: each is a function of the rank that returns the arguments of parallelize.
 def frozen(rank):
     model = Net()
@@ -252,6 +276,10 @@ def vector_loss(rank):
     return Net(), lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1], reduction="none"), global_batch(4), {}
 
 
+def detached(rank):
+    return Net(), (lambda m, b: cross_entropy(m, b).detach() if rank == 1 else cross_entropy(m, b)), global_batch(4), {}
+
+
 def not_a_tensor(rank):
     return Net(), lambda m, b: cross_entropy(m, b).item(), global_batch(4), {}
 
@@ -261,12 +289,33 @@ def failing(rank):
     return Net(), cross_entropy, (x[:, 1:] if rank == 1 else x, y), {}
 
 
+def with_object(rank):
+    return Net(), cross_entropy, (*global_batch(4), object()), {}
+
+
+def ragged(rank):
+    x, y = global_batch(4)
+    return Net(), cross_entropy, (x, y[:3]), {}
+
+
+def unrelated(rank):
+    return Net(), lambda m, b: b[0].clone().requires_grad_().mean(), global_batch(4), {}
+
+
 def on_meta(rank):
     return Net().to("meta"), cross_entropy, global_batch(4), {}
 
 
+def other_model(rank):
+    return (nn.Linear(FEATURES, CLASSES + rank).double(), cross_entropy, global_batch(4), {})
+
+
 def other_arguments(rank):
     return Net(), cross_entropy, global_batch(4), {"gradients": ["mean", "sum"][rank]}
+
+
+def all_empty(rank):
+    return Net(), cross_entropy, tuple(t[:0] for t in global_batch(4)), {}
 
 
 def nobody_splits(rank):
@@ -275,6 +324,10 @@ def nobody_splits(rank):
 
 def part_of_others(rank):
     return Net(), cross_entropy, part_of(global_batch(6), 1 - rank, 2), {"batch": None}
+
+
+def part_in_single(rank):
+    return Net(), cross_entropy, part_of(global_batch(4), rank, 2), {"mode": "single", "batch": None}
 
 
 def refused(build):
@@ -291,12 +344,19 @@ def refused(build):
 REFUSED = [
     (frozen, "rank 1: Net has no parameter that requires a gradient; there is nothing to train"),
     (vector_loss, "rank 0: the loss has shape [4]; expected a scalar, the mean over the samples: loss.mean()"),
+    (detached, "rank 1: the loss is not attached to the graph; compute it from model(x), without detach()"),
     (not_a_tensor, "rank 0: the loss function returned float; expected a scalar tensor, or (scalar tensor, aux)"),
     (failing, "rank 1: the sample batch does not fit: RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
+    (with_object, "rank 0: the sample batch does not fit: UsageError: a batch holds object <object object"),
+    (ragged, "a batch has tensors of the shapes [[4, 6], [3]]; expected the samples along dim 0 of each"),
+    (unrelated, "rank 0: the loss depends on no parameter of the model that requires a gradient"),
     (on_meta, "4 tensors of the model are on the meta device (body.0.weight, body.0.bias, body.2.weight, ...)"),
+    (other_model, "the model of rank 1 differs from rank 0's: it has ('weight', (4, 6), 'torch.float64')"),
     (other_arguments, "(mode, gradients, batch) = ('data', 'mean', 'local'), rank 1 with ('data', 'sum', 'local')"),
+    (all_empty, "the sample batch is empty on every rank; pass one that holds samples"),
     (nobody_splits, "nobody said how this batch of 4 samples is split over 2 ranks; pass parallelize(..., batch="),
     (part_of_others, "rank 0 of 2 computes samples 0 to 3, but got Batch(samples 3 to 6 of 6: "),
+    (part_in_single, "mode='single' computes the whole batch on every rank, but this is one part of it: Batch("),
 ]
 
 
@@ -435,3 +495,9 @@ def other_whole_batches():
 
 def test_other_whole_batches_are_refused():
     run_ranks(2, other_whole_batches)
+
+
+def test_parallelize_needs_a_world():
+    assert os.environ.get("RANK") is None
+    with pytest.raises(WorldError, match=r"there is no world yet; call sw.init\(\) first"):
+        parallelize_eagerly(Net(), cross_entropy, global_batch(4))

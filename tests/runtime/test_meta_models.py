@@ -220,3 +220,10 @@ def test_what_would_leave_other_values_is_refused(make, init, text):
         place(model, {}, Mesh(()), CPU, init)
     assert str(refused.value).startswith(text)
     assert all(a is b for a, b in zip(before, [*model.parameters(), *model.buffers()], strict=True))
+
+
+def test_a_hook_of_a_parameter_that_is_replaced_is_refused():
+    model = on_meta(lambda: nn.Linear(4, 4))
+    model.weight.register_hook(lambda gradient: gradient)
+    with pytest.raises(UsageError, match=r"weight has a hook \(register_hook\), and parameters are on the meta device"):
+        place(model, {}, Mesh(()), CPU)

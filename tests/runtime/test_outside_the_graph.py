@@ -12,6 +12,7 @@ from ranks import run_ranks
 from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.capture.tracing.frozen import FrozenWarning
 from shardwright.errors import UsageError
+from shardwright.runtime.programs import programs
 
 PLANS = {"data": {"mode": "data"}, "split": {"mode": "auto", "search": "propagation"}}
 SCALE = 1.0  # read by `Net.forward`
@@ -259,6 +260,27 @@ def test_what_ranks_have_otherwise_is_refused():
     for said in run_ranks(2, every_refusal, stay=True):
         for what, text in REFUSALS.items():
             assert said[what].startswith(text), (what, said[what])
+
+
+def many_values(most_programs):
+    programs.MOST_PROGRAMS = most_programs
+    _, model, batch = started()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        parallel = sw.parallelize(model, loss_fn, batch, "single", batch="global")
+        losses = []
+        for step in range(7):
+            model.tau = float(step)
+            losses.append((parallel(batch).item(), loss_fn(model, batch).item()))
+    return losses, [str(w.message) for w in said if "captured anew" in str(w.message)], len(parallel.executions())
+
+
+def test_a_value_that_changes_often_is_warned_of_and_programs_are_forgotten():
+    [(losses, [text], kept)] = run_ranks(1, many_values, 5)
+    for loss, expected in losses:
+        assert loss == pytest.approx(expected, rel=1e-12)
+    assert text.startswith("the model is captured anew for each value of model.tau, 4 times so far")
+    assert kept == 5
 
 
 class Counting(nn.Module):

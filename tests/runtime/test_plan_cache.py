@@ -19,6 +19,7 @@ from shardwright.compiler.mesh.mesh import Axis, Link, Mesh
 from shardwright.compiler.plan.make import make_plan
 from shardwright.compiler.plan.pricing.graph import RuledGraph
 from shardwright.compiler.plan.request import PlanRequest
+from shardwright.errors import PlanError
 from shardwright.runtime.programs import plan_cache
 
 
@@ -239,3 +240,19 @@ def test_a_folder_where_others_may_write_is_not_used(graph, tmp_path, monkeypatc
     assert ask(graph)[1]
     assert not ask(graph)[1]
     assert len([*(tmp_path / "tmp").glob("shardwright-*/plans/*.json")]) == 1
+
+
+def test_a_folder_that_cannot_be_written_is_no_obstacle(graph, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert ask(graph)[1]
+    assert ask(graph)[1]
+
+
+def test_what_cannot_be_planned_is_not_remembered(graph):
+    def fail(captured, asked):
+        raise PlanError("no")
+
+    for _ in range(2):
+        with pytest.raises(PlanError, match="no"):
+            plan_cache.remembered(graph, REQUEST, fail)

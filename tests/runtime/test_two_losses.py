@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 import shardwright as sw
 from ranks import run_ranks
 from shardwright.compiler.mesh.dtensor import gathered
+from shardwright.errors import UsageError
 
 SPLIT = {"mode": "auto", "search": "propagation"}
 
@@ -27,6 +28,10 @@ def first_loss(model, x):
 
 def second_loss(model, x):
     return (model(x) - 1).abs().mean() + model.a.weight.square().sum()
+
+
+def of_part(model, x):
+    return model(x).square().mean()
 
 
 def trained(first, second):
@@ -73,3 +78,37 @@ def test_two_losses_train_one_model_as_on_one_device(ranks):
         assert {name: split for name, (_, split) in found.items()} == {
             "both split": True, "the first splits": True, "the second would split": False,
         }  # fmt: skip
+
+
+def in_odd_orders():
+    sw.init()
+    x = torch.randn(12, 8)
+    model = Pair()
+    pinned = {"mode": "semi-auto", "mesh": "tp=2", "pins": {"0": ((1, 1), (2, 1), None)}}
+    part = sw.parallelize(nn.Sequential(model.b), of_part, torch.randn(12, 16), batch="global", **pinned)
+    whole = sw.parallelize(model, first_loss, x, batch="global", **SPLIT)
+    alike = all(isinstance(p, DTensor) for p in model.parameters())
+    told = []
+    other = Pair()
+    plain = sw.parallelize(other, first_loss, x, batch="global", mode="data")
+    with pytest.raises(UsageError) as error:
+        sw.parallelize(other, first_loss, x, batch="global", plan=whole.plan)
+    told.append(str(error.value))
+    mixed = nn.ModuleDict({"a": model.a, "b": other.b})
+    with pytest.raises(UsageError) as error:
+        sw.parallelize(mixed, lambda m, x: m["b"](m["a"](x).tanh()).mean(), x, batch="global", **SPLIT)
+    told.append(str(error.value))
+    plain.close()
+    del plain, error
+    again = sw.parallelize(other, first_loss, x, batch="global", **SPLIT)  # nobody holds them whole any more
+    return alike, told, any(isinstance(p, DTensor) for p in again.parameters()), float(part(torch.randn(12, 16))) > 0
+
+
+def test_parts_come_before_the_whole_and_what_does_not_go_together_is_said():
+    for alike, told, split_again, works in run_ranks(2, in_odd_orders):
+        assert alike
+        assert works
+        assert split_again
+        assert told[0].startswith("the given plan stores ")
+        assert told[0].endswith("leave plan= out, so that one is made")
+        assert told[1].startswith("earlier calls of sw.parallelize store a.weight and b.weight in ways that do not go")

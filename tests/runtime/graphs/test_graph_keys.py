@@ -1,6 +1,7 @@
 """What the graph of a step depends on is compared exactly, so that no step runs the graph of another one."""
 
 import enum
+import functools
 from collections import defaultdict
 
 import numpy as np
@@ -14,6 +15,7 @@ from shardwright.compiler.capture.tracing.outside.values import comparable, exac
 from shardwright.errors import UsageError
 from shardwright.runtime.graphs.batch_key import Keys, look_at
 from shardwright.runtime.graphs.captures import Captures
+from shardwright.runtime.graphs.equal import same_bits
 from shardwright.runtime.programs.batches import problem_with_sample, tensors_of
 
 
@@ -30,6 +32,11 @@ class Kind(enum.Enum):
 
 
 OTHER_KIND = enum.Enum("Kind", {"A": 3}, module=Kind.__module__, qualname=Kind.__qualname__)
+
+
+NAN = float("nan")
+
+
 # Values of which Python, or their own repr, says that they are equal, and of which a step can make other numbers.
 UNLIKE = {
     "a whole number, a flag and a float": (1, True, 1.0, np.float32(1), np.float64(1), np.int64(1), 1 + 0j, "1", b"1"),
@@ -53,6 +60,14 @@ def test_values_that_differ_are_not_the_same(values):
             for a, b in zip(with_each(one), with_each(other), strict=True):
                 assert same(comparable(a), comparable(b)) == (one is other), (a, b)
                 assert (exactly(a) == exactly(b)) == (one is other), (a, b)
+
+
+def test_equal_values_are_the_same():
+    for one, other in ((NAN, -np.inf + np.inf), (257, int("257")), (Kind.A, Kind.A), ("a b", "a " + "b"), (0.5, 1 / 2)):
+        for a, b in zip(with_each(one), with_each(other), strict=True):
+            if type(one) is type(other):
+                assert same(comparable(a), comparable(b))
+                assert exactly(a) == exactly(b)
 
 
 def key_of(batch, model=None, device=None):
@@ -146,6 +161,14 @@ def test_a_key_that_cannot_be_looked_into_is_refused():
     assert problem_with_sample({("user", "buys", 1): torch.ones(2), Kind.A: {2: torch.ones(2)}}) is None
 
 
+def test_constants_are_compared_by_their_bits():
+    zero = torch.zeros(2)
+    assert not same_bits(zero, -zero)
+    assert not same_bits(zero, zero.double())
+    assert not same_bits(zero, zero[:, None])
+    assert same_bits(zero + NAN, zero + NAN)
+
+
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -185,3 +208,42 @@ def test_a_step_follows_values_that_python_takes_for_equal():
     for ours, expected in found:
         assert ours == pytest.approx(expected, rel=1e-12)
     assert len({expected for _, expected in found}) == len(found)
+
+
+class Scaled:
+    """A loss function that is an object, or has a method that is one."""
+
+    def __init__(self):
+        self.scale = 1.0
+
+    def __call__(self, model, x, kept=None):
+        return model(x).float().sum() * (kept or self).scale, model(x) * self.scale
+
+    def outputs(self, model, x):
+        return model(x).float().sum() * self.scale
+
+
+def after_a_change(of):
+    """How much larger the loss is, and what is predicted, in each precision, once the scale is."""
+    sw.init()
+    found = []
+    for precision in (None, "bf16", "float32"):
+        scaled, x = Scaled(), torch.ones(2, 4)
+        loss_fn = {
+            "object": scaled,
+            "method": scaled.__call__,
+            "argument": functools.partial(Scaled.__call__, scaled, kept=scaled),
+        }[of]
+        options = {"mode": "single", "precision": precision, "predict_fn": scaled.outputs}
+        parallel = sw.parallelize(nn.Linear(4, 4), loss_fn, x, **options)
+        before = parallel(x)[0], parallel.predict(x)
+        scaled.scale = 3.0
+        after = parallel(x)[0], parallel.predict(x)
+        found += [float(new / old) for new, old in zip(after, before, strict=True)]
+    return found
+
+
+@pytest.mark.parametrize("of", ["object", "method", "argument"])
+def test_loss_functions_that_we_wrap_are_followed_as_others(of):
+    [found] = run_ranks(1, after_a_change, of)
+    assert found == pytest.approx([3.0] * 6, rel=1e-3)

@@ -1,5 +1,9 @@
 """A collective that a rank leaves out is named although no call waits for it, as NCCL's do not."""
 
+import contextlib
+import io
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -7,7 +11,9 @@ from torch import nn
 import shardwright as sw
 from ranks import run_ranks
 from shardwright.common.pulse import StepCalls, site
+from shardwright.common.torch_private import job_store
 from shardwright.compiler.mesh.processes import ProcessCommunicator
+from shardwright.distributed.lockstep import PATIENCE_S, Lockstep
 from shardwright.errors import UsageError
 from shardwright.runtime.checks.same_calls import _refusal
 
@@ -67,3 +73,52 @@ def test_the_first_collective_that_differs_is_named():
     )
     many = of("all_reduce", count=9), of("all_reduce", count=8)  # of which the last alone are kept
     assert "differ are all_reduce for layer 0 on rank 0 and nothing on rank 1;" in _refusal(0, 1, [*many])
+
+
+def waiting_for_one_that_comes_no_more(how):
+    """What rank 0 writes while it is in its third call, of which rank 1 makes two or in which it fails."""
+    rank, seen = sw.init("gloo").rank, io.StringIO()
+    lockstep, store = Lockstep.of_all_ranks(), job_store()
+    lockstep.answer_aside()  # as where the backend cannot wait in turns
+
+    def call():
+        with lockstep.call():
+            lockstep.same("a batch", lambda: "passed a batch")
+            if (rank, lockstep.number, how) == (1, 3, "fails"):
+                raise ValueError("broken")
+
+    with contextlib.redirect_stderr(seen):
+        call()
+        call()
+        if rank == 1:
+            if how == "fails":
+                with contextlib.suppress(ValueError):
+                    call()
+            if how != "comes":
+                lockstep.end()
+        if rank == 0 or how == "comes":
+            call()
+            while how != "comes" and not seen.getvalue():
+                time.sleep(0.05)
+            time.sleep(3 * PATIENCE_S)  # in which it is not said again
+        if rank == 0:
+            store.set("rank 0 has seen it", "")
+        store.get("rank 0 has seen it")
+        if how == "comes" or rank == 0:
+            lockstep.end()
+    return seen.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [("ends", "rank 1 has ended after 2 calls"), ("fails", "rank 1 failed in it: ValueError: broken"), ("comes", "")],
+)
+def test_a_rank_that_waits_where_nothing_can_be_raised_says_who_comes_no_more(how, said):
+    zero, one = run_ranks(2, waiting_for_one_that_comes_no_more, how, timeout=60, stay=True)
+    assert one == ""
+    assert zero == (
+        f"shardwright: rank 0 is in call 3 of the model, and {said}; what this rank waits for will not come: all ranks "
+        "must make the same calls, as often as each other\n"
+        if said
+        else ""
+    )

@@ -121,6 +121,15 @@ def test_samples_that_see_each_other_in_training_alone_are_no_mean(name):
     assert said == in_its_mode(COUPLED[name], torch.float64)  # buffers and random numbers are put back
 
 
+def test_the_tolerance_is_that_of_the_dtype():
+    little = lambda m, x: x + 1e-7 * x.mean(0)  # noqa: E731
+    assert in_its_mode(little, torch.float64) is not None
+    assert in_its_mode(little, torch.float32) is None
+    rounded = lambda m, x: x * (1 + (len(x) % 2) * 2**-8)  # noqa: E731  # as products of other sizes may be
+    assert in_its_mode(rounded, torch.float32) is not None
+    assert in_its_mode(rounded, torch.float32, autocast=True) is None
+
+
 class Stateful(nn.Module):
     """Counts its steps in Python, which nobody can capture, for a branch on values."""
 

@@ -13,7 +13,8 @@ from ranks import run_ranks
 from shardwright.compiler.lower import local
 from shardwright.compiler.lower.operators import randomness
 from shardwright.compiler.mesh import collectives
-from shardwright.errors import PlanError
+from shardwright.data.loading.batch import Batch
+from shardwright.errors import PlanError, UsageError
 from shardwright.runtime.programs.buckets import GradientReduction
 from shardwright.runtime.verification.compare import ONE_DEVICE, difference_of
 from shardwright.runtime.verification.verify import verify
@@ -202,6 +203,41 @@ def test_frozen_parameters_and_infinite_buffers_are_compared_and_nan_is_no_proof
         assert set(kinds.values()) == {(True, True)}
         assert not ok_with_nan
         assert kinds_with_nan["loss"] == (False, True)
+
+
+def refusals():
+    world = sw.init()
+    model, loss_fn, batches = built("perceptron")
+    part = Batch([t[:12] for t in batches[0]], global_size=24, start=0, stop=12)
+    found = []
+    for batch, options in [
+        (batches, {"steps": 0}),
+        (batches, {"dtypes": ("float16",)}),
+        (batches, {"lr": 0.0}),
+        (batches, {"lr": 0.1 * (1 + world.rank)}),
+        ([], {}),
+        (part, {}),
+        (batches, {"mesh": "dp=3"}),
+    ]:
+        with pytest.raises(UsageError) as error:
+            verify(model, loss_fn, batch, **options)
+        found.append(str(error.value))
+    return found
+
+
+def test_arguments_that_do_not_fit_are_refused():
+    expected = [
+        "steps=0 compares nothing; type a whole number from 1 on",
+        "dtypes=('float16',) must name some of float64, float32",
+        "lr=0.0 changes nothing; type a learning rate above 0",
+        "ranks disagree about the arguments",
+        "there is no batch; expected one global batch, or a list of them",
+        "verify needs global batches, got Batch(samples 0 to 12 of 24",
+        "the mesh dp=3 has 3 devices, the world has 2 ranks",
+    ]
+    for found in run_ranks(2, refusals):
+        for message, start in zip(found, expected, strict=True):
+            assert message.startswith(start)
 
 
 def test_differences_of_entries_that_are_not_finite():
