@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import shardwright as sw
 from ranks import run_ranks
 from shardwright.cluster.bench import overheads
 from shardwright.cluster.bench.device import DeviceSpeeds
+from shardwright.cluster.bench.profile import measure_links
 from shardwright.cluster.bench.profile_fit import fit
 from shardwright.compiler.plan.pricing.links import Curve, Segment
 from shardwright.errors import UsageError
@@ -91,3 +93,9 @@ def test_the_command_saves_a_profile_that_plans_take(tmp_path):
     assert "saved as hw.json" in run("bench", "-n", "2", "--save-profile", "hw.json")
     assert json.loads((tmp_path / "hw.json").read_text())["format"] == "shardwright hardware profile"
     assert "search exact" in run("plan", "net.py:build", "--devices", "2", "--hardware", "hw.json")
+
+
+def test_one_rank_has_no_links():
+    alone = SimpleNamespace(size=1, hosts=("a",), local_size=1)
+    with pytest.raises(UsageError, match="a profile needs 2 ranks or more to measure links between them; type -n 2"):
+        measure_links(alone, (8, 16), 1)

@@ -359,3 +359,10 @@ def test_files_of_synthtext_that_are_broken(tmp_path):
         DataError, match=r"gt.mat has no wordBB and no txt; expected SynthText's gt.mat or gt_processed"
     ):
         synthetic_images(tmp_path, tmp_path / "gt.mat", 1.0)
+
+
+def test_images_are_not_drawn_into_a_folder_that_is_not_empty(tmp_path):
+    (tmp_path / "mine").touch()
+    with pytest.raises(UsageError, match="is not empty; name another folder, or type --force"):
+        write_images(tmp_path, Drawing(count=1, size=64))
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]

@@ -11,6 +11,7 @@ from shardwright.common.torch_private import MemoryOf, operators_called
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.errors import UsageError
 from shardwright.runtime import captured
+from shardwright.runtime.placing.initialising import init_problem
 from shardwright.runtime.placing.placing import place
 
 CPU = torch.device("cpu")
@@ -227,3 +228,7 @@ def test_a_hook_of_a_parameter_that_is_replaced_is_refused():
     model.weight.register_hook(lambda gradient: gradient)
     with pytest.raises(UsageError, match=r"weight has a hook \(register_hook\), and parameters are on the meta device"):
         place(model, {}, Mesh(()), CPU)
+
+
+def test_what_cannot_be_called_is_no_init():
+    assert init_problem(3) == "init=3 cannot be called; expected a function of a module, as Module.apply takes it"
