@@ -243,7 +243,7 @@ def after_a_change(of):
     return found
 
 
-@pytest.mark.parametrize("of", ["object", "method", "argument"])
+@pytest.mark.parametrize("of", ["argument", *(pytest.param(of, marks=pytest.mark.slow) for of in ("object", "method"))])
 def test_loss_functions_that_we_wrap_are_followed_as_others(of):
     [found] = run_ranks(1, after_a_change, of)
     assert found == pytest.approx([3.0] * 6, rel=1e-3)
