@@ -15,9 +15,13 @@ from pretended import pretended
 from ranks import run_ranks
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.mesh.processes import communicator_over
-from shardwright.distributed.agreement import from_rank_zero
+from shardwright.distributed import control, ranks
+from shardwright.distributed.agreement import from_all_ranks, from_rank_zero
+from shardwright.distributed.backends import table
 from shardwright.distributed.lockstep import Lockstep
 from shardwright.distributed.ranks import ranks_by_collectives
+from shardwright.runtime.programs.storage import agree_on_weights
+from shardwright.runtime.sizes import SizeExchange
 
 
 def test_a_group_of_some_ranks_takes_nothing_from_the_group_of_all(monkeypatch):
@@ -51,6 +55,53 @@ def test_a_gpu_has_done_what_it_was_asked_before_groups_are_made(monkeypatch):
         assert seen[5:] == ["synchronized", [0, 1]]
 
 
+def beside_data_on_gpus():
+    """The world believes that its own backend moves nothing of the CPU, as NCCL does not."""
+    table.BACKENDS = {**table.BACKENDS, "gloo": table.Backend(name="gloo", moves=("cuda",))}
+    sw.init("gloo")
+    world, used = dist.group.WORLD, set()
+    beside = control.control_group()
+    assert beside is not world
+    for name in ("broadcast", "all_gather_object", "gather_object", "broadcast_object_list", "all_gather"):
+        whole = getattr(dist, name)
+
+        def told(*args, whole=whole, name=name, group=None, **keywords):
+            used.add((name, group is beside))
+            return whole(*args, group=group, **keywords)
+
+        setattr(dist, name, told)
+    planning = ranks_by_collectives("making the plan")
+    answers = from_all_ranks(dist.get_rank()), from_rank_zero(planning, lambda: "plan"), planning.gather("x")
+    model = torch.nn.Linear(2, 2)
+    agree_on_weights(model)  # where it still lies in the memory of the host
+    height = 2 + dist.get_rank()
+    sizes, tensors = SizeExchange(Lockstep()), [torch.zeros(height, 3)]
+    rows = sizes.rows(sizes.told(tensors, height, "key", []), tensors, [])
+    return answers, rows.all_ranks, used
+
+
+def test_objects_and_sizes_have_a_group_of_the_cpu_beside_the_data():
+    for rank, (answers, rows, used) in enumerate(run_ranks(2, beside_data_on_gpus)):
+        assert answers == ([0, 1], "plan", None if rank else ["x", "x"])
+        assert rows == ((0, 2), (2, 5))
+        assert {group for _, group in used} == {True}
+        assert {name for name, _ in used} >= {
+            "all_gather_object",
+            "gather_object",
+            "broadcast_object_list",
+            "broadcast",
+        }
+
+
+def no_group_beside():
+    sw.init()
+    return control.control_group() is dist.group.WORLD, len(distributed_c10d._world.pg_map)
+
+
+def test_gloo_needs_no_group_beside_itself():
+    assert run_ranks(2, no_group_beside) == [(True, 1)] * 2
+
+
 def plan_longer_than_the_timeout():
     sw.init("gloo", timeout=60)
     distributed_c10d._set_pg_timeout(timedelta(seconds=10))  # of the collectives alone
@@ -60,6 +111,27 @@ def plan_longer_than_the_timeout():
 @pytest.mark.slow
 def test_a_long_search_on_rank_0_ends_no_connection():
     assert run_ranks(2, plan_longer_than_the_timeout) == ["plan", "plan"]
+
+
+def searched_while_another_waits(folder):
+    """Whether rank 1, when it waited for what rank 0 makes, was in no collective, whose time goes by."""
+    sw.init("gloo")
+    waits, collective, told = folder / "waits", folder / "collective", dist.broadcast_object_list
+    if dist.get_rank():
+        ranks.time = SimpleNamespace(sleep=lambda seconds: waits.touch() or time.sleep(seconds))
+        dist.broadcast_object_list = lambda *args, **how: collective.touch() or told(*args, **how)
+
+    def search():
+        until_s = time.monotonic() + 60
+        while not waits.exists() and time.monotonic() < until_s:
+            time.sleep(0.01)
+        return waits.exists() and not collective.exists()
+
+    return from_rank_zero(ranks_by_collectives("making the plan"), search), collective.exists()
+
+
+def test_who_waits_for_a_long_search_on_rank_0_is_in_no_collective(tmp_path):
+    assert run_ranks(2, searched_while_another_waits, tmp_path)[1] == (True, True)
 
 
 def rank_zero_ends():
