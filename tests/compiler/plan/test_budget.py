@@ -292,6 +292,28 @@ def test_a_refusal_names_more_than_the_limit_whatever_the_limit_is(mode):
         assert " in all, of " not in str(over)
 
 
+class _Added(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = torch.nn.LayerNorm(64), torch.nn.Linear(64, 128), torch.nn.Linear(128, 64)
+
+    def forward(self, x):
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+def test_a_refusal_counts_what_modules_take_whose_recomputing_is_demanded():
+    """A plan that keeps their activations would fit, but is not what was asked for."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(_Added() for _ in range(4)), torch.nn.Linear(64, 3)).double()
+    batch = torch.randn(12, 64, dtype=torch.float64)
+    captured = captured_step(model, lambda model, x: model(x).square().mean(), batch, {})
+    request = PlanRequest(Mesh.of(d=3), "auto", hardware=shipped("h100"), memory=860_000)
+    assert make.make_plan(captured, request).held.total <= request.memory
+    with pytest.raises(OverBudget) as over:
+        make.make_plan(captured, replace(request, recompute=("[0-3]",)))
+    assert over.value.least_bytes > request.memory
+
+
 def test_what_no_plan_can_hold_is_refused_before_a_search(monkeypatch):
     """By parameters, gradients and states alone: 12,876 parameters of sixteen bytes."""
     monkeypatch.setattr(mesh_search, "search", None)

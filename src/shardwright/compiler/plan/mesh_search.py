@@ -106,7 +106,8 @@ class MeshSearch:
 
     def refusal(self, choices: Sequence[Choice], bound: float) -> OverBudget:
         """Return the error where none of these choices fits, not even with all blocks recomputed."""
-        plans = [self.plan(choice) for choice in choices]
+        demanded = self.space.demanded
+        plans = [self.plan(replace(choice, recomputed=choice.recomputed | demanded)) for choice in choices]
         plans += [self._everything_again(plan) for plan in plans]
         least = min(plans, key=lambda plan: plan.held.total)
         return OverBudget(_too_much(least), least.held.total, bound)
