@@ -103,6 +103,17 @@ def test_where_kernels_would_give_something_else_or_the_user_has_chosen_steps_ar
     same(ours[0], plain[0], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_autograd_learns_that_a_step_has_written_to_its_parameters(kind):
+    parameters, optimizer = made(kind, {"lr": 0.1})
+    note_trained(parameters)
+    stepped(parameters, optimizer, steps=2)
+    loss = sum(parameter.square().sum() for parameter in parameters)
+    assert stepped(parameters, optimizer, steps=1) == 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 @pytest.fixture
 def meta_for_gpu(monkeypatch):
     """Tensors without values on the device meta stand for those of a GPU."""

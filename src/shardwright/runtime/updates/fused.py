@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from shardwright.common.torch_private import part_of
@@ -52,9 +53,15 @@ def _move_step(state: dict[str, Any], device: torch.device) -> None:
 
 
 def leave_fused_kernels(optimizer: torch.optim.Optimizer) -> None:
-    """Leave the settings of an optimizer as they were before its step."""
+    """Leave the settings of an optimizer as they were before its step.
+
+    The kernels do not tell autograd that they write to parameters, as the loops do: without that a backward after the
+    step would be taken for right that reads the parameters of its forward.
+    """
     for group in _taking.pop(optimizer, ()):
         group["fused"] = None
+        updated = [parameter for parameter in group["params"] if parameter.grad is not None]
+        increment_version([*updated, *(part_of(each) for each in updated if isinstance(each, DTensor))])
 
 
 def _is_to_fuse(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
