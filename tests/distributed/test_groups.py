@@ -134,7 +134,7 @@ def limits_of_groups(backend):
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_the_timeout_reaches_every_group(backend):
-    assert run_ranks(2, limits_of_groups, backend) == [(3, {77.0})] * 2
+    assert run_ranks(2, limits_of_groups, backend, stay=True) == [(3, {77.0})] * 2
 
 
 def left_alone_in_a_group():

@@ -160,7 +160,7 @@ class Lockstep:
     def _wait_for_all(self, store: Store) -> None:
         if store.add(self._count(), 1) < self._size:
             self._wait_for_others(store)
-        elif self._counted:
+        if self._counted and self._rank == 0:  # which may serve the store: others may come back to find it gone
             store.delete_key(self._counted)
         self._counted = self._count()
 
