@@ -85,11 +85,6 @@ class _Gather:
         """Return the variables of which the parts are gathered."""
         return self.instruction.reads[: len(self.instruction.moves)]
 
-    @property
-    def call(self) -> Call:
-        """Return the call that gathers."""
-        return self.instruction.gathering
-
     def collective(self, mesh: Mesh) -> Collective:
         """Return what it communicates forward."""
         moved = [value.collectives(step, mesh)[0] for value, step in self.instruction.moves]
@@ -102,7 +97,7 @@ class _Gather:
         value, step = self.instruction.moves[0]
         if step.adjoint != "reduce_scatter" or not value.needs_gradient:
             return ()
-        source = dict(self.call.kwargs).get("source")
+        source = dict(self.instruction.gathering.kwargs).get("source")
         return (source.text,) if isinstance(source, Name) else self.operands
 
 
@@ -269,7 +264,7 @@ class _Moving:
 
 def _begin(gather: _Gather, begun: str) -> Instruction:
     """Return what begins an all-gather, as a variable of that name."""
-    one, call = gather.instruction, gather.call.renamed(lambda name: gather.stored.get(name, name))
+    one, call = gather.instruction, gather.instruction.gathering.renamed(lambda name: gather.stored.get(name, name))
     reads = tuple(gather.stored[name] for name in gather.operands)
     if one.kind == "joined":
         comm, axes, _, *parts = call.args
@@ -282,7 +277,7 @@ def _begin(gather: _Gather, begun: str) -> Instruction:
 
 def _ended(gather: _Gather, late: Mapping[str, str], begun: str) -> Instruction:
     """Return the all-gather which waits for what was begun, and whose gradients are waited for late."""
-    one, inner = gather.instruction, gather.call.renamed(lambda name: late.get(name, name))
+    one, inner = gather.instruction, gather.instruction.gathering.renamed(lambda name: late.get(name, name))
     if begun:
         inner = dataclasses.replace(inner, kwargs=(*inner.kwargs, ("begun", Name(begun))))
     call = dataclasses.replace(one.call, args=(inner, *one.call.args[1:])) if one.reshards else inner

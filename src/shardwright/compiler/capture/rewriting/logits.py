@@ -6,7 +6,6 @@ computes in float32, too, and holds some rows of them at a time.
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ import torch
 from shardwright.compiler.capture.check import check
 from shardwright.compiler.capture.ir import Capture, Node, Value, without_unused
 from shardwright.compiler.capture.operators import HALF
+from shardwright.compiler.capture.rewriting.makers import Makers
 from shardwright.compiler.capture.rewriting.writer import Writer
 from shardwright.compiler.rules.notation import Operand
 from shardwright.compiler.rules.table import Column, column, row_of
@@ -57,10 +57,7 @@ class _Wide:
     """The casts of logits in a graph."""
 
     def __init__(self, capture: Capture) -> None:
-        self._values = capture.values
-        self._makers = {result: node for node in capture.nodes for result in node.results}
-        self._reads = Counter(name for node in capture.nodes for name in node.operands)
-        self._reads.update([capture.loss, *capture.aux, *capture.mutations.values()])
+        self._values, self._makers = capture.values, Makers(capture)
 
     def source(self, loss: Node, writer: Writer) -> Value | None:
         """Return the logits of a loss as they were before a cast to float32, None where there is no such cast."""
@@ -70,7 +67,7 @@ class _Wide:
         if target.dtype.is_floating_point:
             return None
         views, name = list[Node](), logits.name
-        while self._reads[name] == 1 and (maker := self._makers.get(name)) is not None and maker.pin is None:
+        while (maker := self._makers.for_one_reader(name)) is not None:
             name = maker.operands[0] if maker.operands else ""
             if row_of(maker.op).casts and self._values[name].dtype in HALF:
                 return self._viewed(writer.value(name), views, writer)

@@ -7,7 +7,6 @@ autocast the same models norm float32.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,6 +14,7 @@ import torch
 
 from shardwright.compiler.capture.check import check
 from shardwright.compiler.capture.ir import Capture, Node, Value, without_unused
+from shardwright.compiler.capture.rewriting.makers import Makers
 from shardwright.compiler.capture.rewriting.writer import Writer
 from shardwright.compiler.rules.row import named_arguments
 from shardwright.compiler.rules.table import Column, column
@@ -55,10 +55,7 @@ class _Spelled:
     """The norms of a graph, each by the operator that makes its result."""
 
     def __init__(self, capture: Capture) -> None:
-        self._values = capture.values
-        self._makers = {result: node for node in capture.nodes for result in node.results}
-        self._reads = Counter(name for node in capture.nodes for name in node.operands)
-        self._reads.update([capture.loss, *capture.aux, *capture.mutations.values()])
+        self._values, self._makers = capture.values, Makers(capture)
 
     def norm(self, node: Node) -> _Norm | None:
         """Return the norm whose last product a node is, None where it is none."""
@@ -91,10 +88,8 @@ class _Spelled:
 
     def _inner(self, name: str, part: Part) -> Node | None:
         """Return the operator of a kind that makes a value which one operator alone reads."""
-        maker = self._makers.get(name)
-        if maker is None or maker.pin is not None or self._reads[name] != 1:
-            return None
-        return maker if _PART.of(maker.op) == part else None
+        maker = self._makers.for_one_reader(name)
+        return maker if maker is not None and _PART.of(maker.op) == part else None
 
 
 def _arguments(node: Node) -> dict[str, Any]:
