@@ -24,12 +24,12 @@ Since then:
 
 | backend | batch | step: files | calls | with update: files | calls | all-reduce: files | functions |
 | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |
-| shm | global | 19 | 79 | 23 | 125 | 3 | 4 |
-| shm | local | 27 | 124 | 30 | 170 | 3 | 4 |
-| shm | loader | 18 | 74 | 22 | 120 | 3 | 4 |
-| gloo | global | 18 | 79 | 22 | 125 | 3 | 4 |
-| gloo | local | 21 | 96 | 25 | 142 | 3 | 4 |
-| gloo | loader | 17 | 74 | 21 | 120 | 3 | 4 |
+| shm | global | 21 | 87 | 25 | 137 | 3 | 4 |
+| shm | local | 28 | 131 | 31 | 181 | 3 | 4 |
+| shm | loader | 19 | 80 | 23 | 130 | 3 | 4 |
+| gloo | global | 20 | 87 | 24 | 137 | 3 | 4 |
+| gloo | local | 23 | 104 | 27 | 154 | 3 | 4 |
+| gloo | loader | 18 | 80 | 22 | 130 | 3 | 4 |
 """
 
 from __future__ import annotations
