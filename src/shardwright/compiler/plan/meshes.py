@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Generic, TypeVar
 
@@ -37,27 +37,41 @@ def searched_plan(graph: RuledGraph, request: PlanRequest, search: SearchName) -
     objective = row.objective(request.hardware, request.optimizer)
     if isinstance(objective, Seconds) and request.hardware.hides_gradients:
         return cheapest_with_hidden(
-            lambda of: Meshes(graph, request, replace(row, objective=lambda *_: of)).found(),
+            lambda of, below: Meshes(graph, request, replace(row, objective=lambda *_: of), below).found(),
             objective,
             objective.before_first(graph),
         )
-    return Meshes(graph, request, row).found()
+    found = Meshes(graph, request, row).found()
+    assert found.plan is not None
+    return replace(found.plan, bound=found.bound, considered=found.considered)
+
+
+P = TypeVar("P", bound=Decisions)
+
+
+@dataclass(frozen=True)
+class Found(Generic[P]):
+    """The plan that costs least, where one costs less than what is known; what none costs less than; what was said."""
+
+    plan: P | None
+    bound: float | None
+    considered: tuple[str, ...] = ()
 
 
 class Meshes:
-    """The meshes that are looked at: the plan that costs least, what nothing costs less than, what is said of each."""
+    """The meshes that are looked at for a plan that costs less than ``below``, which a plan does that is known."""
 
-    def __init__(self, graph: RuledGraph, request: PlanRequest, row: Search) -> None:
-        self._graph, self._request, self._row = graph, request, row
+    def __init__(self, graph: RuledGraph, request: PlanRequest, row: Search, below: float = math.inf) -> None:
+        self._graph, self._request, self._row, self._below = graph, request, row, below
         self._best: Plan | None = None
         self._bounds: list[float] = []  # of each mesh, where the search has one
         self._errors: list[tuple[Mesh, PlanError]] = []
         self._said: list[str] = []
         self._price = 0.0  # of a byte, at which the plan was found
 
-    def search_on(self, mesh: Mesh, row: Search | None = None) -> MeshSearch:
+    def search_on(self, mesh: Mesh) -> MeshSearch:
         """Return the search on a mesh."""
-        request, row = self._request, row or self._row
+        request, row = self._request, self._row
         space = space_of(self._graph, mesh, request, row)
         found = MeshSearch(mesh, request, space, row.objective(request.hardware, request.optimizer))
         found.price = self._price
@@ -79,26 +93,12 @@ class Meshes:
             self._look_closer(self._finer(meshes), min(of.least for of in few))
 
     def _look_closer(self, finer: Sequence[Mesh], least: float) -> None:
-        """Look at finer meshes, that first whose devices find most to do when none is to be idle.
-
-        What is found of such plans, in a fraction of the time, is to be beaten.
-        """
+        """Look at finer meshes, that first on which operators may cost least."""
         on_meshes = {mesh: self._if_worth(mesh, least) for mesh in finer}
         worth = [of for of in on_meshes.values() if of is not None]
-        busy = {of.mesh: self._of_the_busy(of.mesh) for of in worth}
-        self.look_at(sorted(worth, key=lambda of: busy[of.mesh]))
+        self.look_at(sorted(worth, key=lambda of: of.least))
         idle = [mesh for mesh, of in on_meshes.items() if of is None]
         self._said += [f"{mesh} not searched: its axes have one link, and cut no more than fewer do" for mesh in idle]
-
-    def _of_the_busy(self, mesh: Mesh) -> float:
-        """Return the cost of the best plan that leaves no device idle, and keep that plan if it is the best so far."""
-        on_mesh = self.search_on(mesh, replace(self._row, keeps=SEARCHES["propagation"].keeps))
-        try:
-            choice = on_mesh.first(self._row, self._least())
-        except PlanError:
-            return math.inf
-        self._take(choice, on_mesh)
-        return choice.cost or 0.0
 
     def _finer(self, meshes: Sequence[Mesh]) -> Sequence[Mesh]:
         """Those of more axes than these, unless the user has named several."""
@@ -160,28 +160,31 @@ class Meshes:
         return f"costs {in_unit(choice.cost or 0.0, row)}"
 
     def _least(self) -> float:
-        return math.inf if self._best is None else self._best.cost or 0.0
+        return self._below if self._best is None else self._best.cost or 0.0
 
     def _take(self, choice: Choice, on_mesh: MeshSearch) -> None:
         if (choice.cost or 0.0) < self._least():
             self._best, self._price = on_mesh.plan(choice), choice.price
 
     def _is_too_wide(self) -> bool:
-        return self._best is None and all(isinstance(error, TooWide) for _, error in self._errors)
+        nothing = self._best is None and bool(self._errors)
+        return nothing and all(isinstance(error, TooWide) for _, error in self._errors)
 
-    def found(self) -> Plan:
-        """Search the mesh that was asked for, or all, and return the plan that costs least.
+    def found(self) -> Found[Plan]:
+        """Search the mesh that was asked for, or all, for the plan that costs least.
 
         Raises:
-            PlanError: where there is none.
+            PlanError: where there is none, and none is known.
         """
         if self._request.axes:
             self.look_at([self.search_on(self._request.axes)])
         else:
             self.look()
+        several = tuple(self._said) if len(self._said) > 1 else ()
         if self._best is not None:
-            several = tuple(self._said) if len(self._said) > 1 else ()
-            return replace(self._best, bound=self._best.bound and min(self._bounds), considered=several)
+            return Found(self._best, self._best.bound and min(self._bounds), several)
+        if math.isfinite(self._below):
+            return Found(None, min([self._below, *self._bounds]), several)
         errors = [error for _, error in self._errors]
         if over := [error for error in errors if isinstance(error, OverBudget)]:
             raise min(over, key=lambda error: error.least_bytes)
@@ -195,10 +198,9 @@ class Meshes:
 MOST_WEIGHTS = 4  # of what is hidden, for each of which a search is made
 CLOSE_TO_BOUND = 5e-3  # a gap, as a share, that is not worth a search as if nothing were hidden
 CLOSE_WEIGHTS = 1e-3
-P = TypeVar("P", bound=Decisions)
 
 
-def cheapest_with_hidden(search: Callable[[Seconds], P], objective: Seconds, before_s: float = 0.0) -> P:
+def cheapest_with_hidden(search: Callable[[Seconds, float], Found[P]], objective: Seconds, before_s: float = 0.0) -> P:
     """The plan whose step takes least of those that are found, what is hidden of its communication taken off.
 
     What is hidden is no sum over operators and transfers, as searches minimise. But it is no more than what the
@@ -214,17 +216,32 @@ def cheapest_with_hidden(search: Callable[[Seconds], P], objective: Seconds, bef
     As a function of the weight the bound rises where less overlaps in the plan that it comes from than there is
     computing beside it, falls where more, and has no second top. So the first weight is 1, and mostly the last one:
     most plans compute for longer. Else 0 is the next, and then those where the sums of the two nearest plans meet.
+    Each search looks for what costs less than all plans that were found before.
     """
     return _Weighing(search, objective, before_s).cheapest()
+
+
+@dataclass(frozen=True)
+class _Weighed(Generic[P]):
+    """A plan that was found, what it costs as if nothing were hidden, and P and C of `Seconds`."""
+
+    plan: P
+    cost: float
+    overlapping_s: float
+    beside_s: float
+
+    def at(self, weight: float, hides: float) -> float:
+        """Return the cost of the plan at a weight."""
+        return self.cost - hides * (weight * self.overlapping_s + (1 - weight) * self.beside_s)
 
 
 class _Weighing(Generic[P]):
     """The searches of `cheapest_with_hidden`, and what each has found."""
 
-    def __init__(self, search: Callable[[Seconds], P], objective: Seconds, before_s: float) -> None:
+    def __init__(self, search: Callable[[Seconds, float], Found[P]], objective: Seconds, before_s: float) -> None:
         self._search, self._objective = search, objective
         self._hides, self._before_s = objective.hardware.hides_gradients, before_s
-        self._found: list[P] = []
+        self._found: list[_Weighed[P]] = []
         self._bounds: list[tuple[float, tuple[str, ...]]] = []  # with what is said of the meshes
         # Of the last plan of a bound that rises, or falls: its cost at weight 0, and the slope.
         self._lines: dict[bool, tuple[float, float]] = {}
@@ -242,14 +259,14 @@ class _Weighing(Generic[P]):
             over = error
         if over is not None or not self._bounds or self._least() > max(self._bounds)[0] * (1 + CLOSE_TO_BOUND):
             self._look_without_hiding(over)
-        best = min(self._found, key=lambda one: one.cost or 0.0)
+        best = min((one.plan for one in self._found), key=lambda plan: plan.cost or 0.0)
         if not self._bounds:
             return replace(best, bound=None)
         bound, considered = max(self._bounds)
         return replace(best, bound=min(bound, best.cost or 0.0), considered=considered)
 
     def _least(self) -> float:
-        return min(one.cost or 0.0 for one in self._found)
+        return min(one.plan.cost or 0.0 for one in self._found)
 
     def _look_at_weights(self) -> None:
         weight = 1.0
@@ -263,29 +280,35 @@ class _Weighing(Generic[P]):
 
     def _rises_at(self, weight: float) -> bool:
         """Search at a weight; return whether the bound rises there."""
-        plan = self._search(self._objective.hiding(weight))
-        prices = Prices(plan, self._objective.hardware)
-        self._take(plan, prices, weight * prices.overlapping_s + (1 - weight) * prices.beside_s)
-        if plan.bound is not None:
-            self._bounds.append((plan.bound - self._hides * self._before_s, plan.considered))
-        slope = self._hides * (prices.beside_s - prices.overlapping_s)
-        self._lines[slope >= 0] = (plan.cost or 0.0) - slope * weight, slope
+        hides, known = self._hides, min(self._found, key=lambda one: one.at(weight, self._hides), default=None)
+        found = self._search(self._objective.hiding(weight), known.at(weight, hides) if known else math.inf)
+        if found.plan is not None:
+            known = self._take(found.plan, weight)
+        assert known is not None
+        if found.bound is not None:
+            self._bounds.append((found.bound - hides * self._before_s, found.considered))
+        slope = hides * (known.beside_s - known.overlapping_s)
+        self._lines[slope >= 0] = known.at(0.0, hides), slope
         return slope >= 0
 
     def _look_without_hiding(self, over: OverBudget | None) -> None:
         """Search as if nothing were hidden; where nothing fits that has been found before, either, raise the error."""
         try:
-            plan = self._search(self._objective)
+            found = self._search(self._objective, min((one.cost for one in self._found), default=math.inf))
         except OverBudget as again:
-            if self._found:
-                return
             raise min((again, over or again), key=lambda error: error.least_bytes) from None
-        self._take(plan, Prices(plan, self._objective.hardware), 0.0)
+        if found.plan is not None:
+            self._take(found.plan)
 
-    def _take(self, plan: P, prices: Prices, counted_s: float) -> None:
-        """Keep a plan with what its step takes, of which the search has counted so much as done at once."""
-        cost = (plan.cost or 0.0) + self._hides * counted_s - prices.hidden_s
-        self._found.append(replace(plan, cost=cost))
+    def _take(self, plan: P, weight: float | None = None) -> _Weighed[P]:
+        """Keep a plan, with what its step takes, that a search has found at a weight or as if nothing were hidden."""
+        prices = Prices(plan, self._objective.hardware)
+        cost, overlapping_s, beside_s = plan.cost or 0.0, prices.overlapping_s, prices.beside_s
+        if weight is not None:
+            cost += self._hides * (weight * overlapping_s + (1 - weight) * beside_s)
+        taken = _Weighed(replace(plan, cost=cost - prices.hidden_s), cost, overlapping_s, beside_s)
+        self._found.append(taken)
+        return taken
 
 
 def _meeting(lines: Mapping[bool, tuple[float, float]]) -> float:

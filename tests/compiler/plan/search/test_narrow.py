@@ -35,7 +35,7 @@ def chain_with_common(seed, length, size, common):
 def test_the_bound_is_below_the_least_and_the_choice_costs_what_it_says(seed, length, size, common):
     domains, tables = chain_with_common(seed, length, size, common)
     exact, _ = minimise(domains, tables)
-    found = least(domains, tables, limit=size)
+    found = least(domains, tables, limit=size, work=0)
     assert found.bound <= exact + 1e-9
     assert found.cost >= exact - 1e-9
     assert found.cost == pytest.approx(cost_at(tables, found.picked))
@@ -62,7 +62,7 @@ def test_what_is_left_out_is_in_no_least_assignment(seed, forbidden):
         every += table.costs.reshape([n if v in table.scope else 1 for v, n in enumerate(domains)])
     if not np.isfinite(every.min()):
         with pytest.raises(PlanError, match="no assignment is possible"):
-            least(domains, tables, limit=1)
+            least(domains, tables, limit=1, work=0)
         return
     bounds = Bounds(domains, tables)
     bounds.sweep()
@@ -72,7 +72,7 @@ def test_what_is_left_out_is_in_no_least_assignment(seed, forbidden):
     assert kept.min() == every.min()
     for v in range(5):
         assert (bounds._of_value[v] <= kept.min(axis=tuple(i for i in range(5) if i != v)) + 1e-9).all()
-    found = least(domains, tables, limit=50)
+    found = least(domains, tables, limit=50, work=0)
     assert (found.cost, cost_at(tables, found.picked)) == (pytest.approx(every.min()), pytest.approx(every.min()))
 
 
@@ -83,7 +83,7 @@ def test_where_little_is_near_the_least_it_is_the_minimum():
     tables += [Table((v,), 3.0 * np.arange(20.0)) for v in range(7)]
     with pytest.raises(TooWide, match="a table of"):
         minimise([20] * 7, tables, limit=20**4)
-    found = least([20] * 7, tables, limit=20**4 // narrow.WIDER)
+    found = least([20] * 7, tables, limit=20**4 // narrow.WIDER, work=0)
     few = [Table(t.scope, t.costs[(slice(4),) * len(t.scope)]) for t in tables]
     assert found.cost == found.bound == pytest.approx(minimise([4] * 7, few)[0])
 
@@ -92,9 +92,9 @@ def test_where_little_is_near_the_least_it_is_the_minimum():
 def test_what_is_to_be_beaten_is_beaten_or_nothing_is_below_it(seed):
     domains, tables = problem(seed)
     best, _ = minimise(domains, tables)
-    assert least(domains, tables, limit=50, below=best + 0.5).cost == pytest.approx(best)
+    assert least(domains, tables, limit=50, work=0, below=best + 0.5).cost == pytest.approx(best)
     with pytest.raises(NothingBelow) as nothing:
-        least(domains, tables, limit=50, below=best - 0.5)
+        least(domains, tables, limit=50, work=0, below=best - 0.5)
     assert best - 1 < nothing.value.bound <= best
 
 
@@ -108,9 +108,9 @@ def test_what_a_search_has_learned_is_true_for_the_next(seed):
     first.sweep()
     first.leave_messages()
     assert Bounds(domains, lower).bound < Bounds(domains, lower, learned).bound <= 0.99 * best + 1e-9
-    assert least(domains, tables, limit=50, below=best + 0.5, learned=learned).cost == pytest.approx(best)
+    assert least(domains, tables, limit=50, work=0, below=best + 0.5, learned=learned).cost == pytest.approx(best)
     assert sum(map(len, learned.left)) < sum(domains)
-    found = least(domains, lower, limit=50, learned=learned)
+    found = least(domains, lower, limit=50, work=0, learned=learned)
     assert found.cost == pytest.approx(0.99 * best)
     assert cost_at(tables, found.picked) == pytest.approx(best)
 
@@ -141,7 +141,7 @@ def test_what_is_eliminated_first_is_no_less_true(seed, monkeypatch):
     learned = WarmStart.nothing(domains)
     for early in (36, 1):
         monkeypatch.setattr(narrow, "EARLY", early)
-        found = least(domains, tables, limit=36, below=best + 0.5, learned=learned)
+        found = least(domains, tables, limit=36, work=0, below=best + 0.5, learned=learned)
         assert found.cost == pytest.approx(cost_at(tables, found.picked), rel=1e-12)
         assert found.cost == pytest.approx(best, rel=1e-12)
 
@@ -150,7 +150,7 @@ def test_what_is_tied_too_much_has_a_bound():
     size, count = 3, 12
     draw = np.random.default_rng(0)
     everyone = [Table((a, b), draw.random((size, size))) for a in range(count) for b in range(a)]
-    found = least([size] * count, everyone, limit=size**3)
+    found = least([size] * count, everyone, limit=size**3, work=0)
     assert 0 < found.bound < found.cost == pytest.approx(cost_at(everyone, found.picked))
     assert least([size], [Table((0,), np.array([2.0, 1.0, 3.0]))]) == Minimum(1.0, 1.0, [1])
 
@@ -176,7 +176,7 @@ def test_what_is_possible_is_found_where_little_is(monkeypatch):
         tables.append(Table((a, b), costs))
     for rounds in (narrow.ROUNDS, 0):  # without, one variable is settled after the other
         monkeypatch.setattr(narrow, "ROUNDS", rounds)
-        found = least(domains, tables, limit=size)
+        found = least(domains, tables, limit=size, work=0)
         assert found.picked == only.tolist()
         assert found.cost == pytest.approx(minimise(domains, tables)[0])
     with pytest.raises(PlanError, match="no assignment is possible"):

@@ -27,6 +27,7 @@ from shardwright.compiler.plan.search.exact import (
     minimise,
     settling,
     widest,
+    work,
 )
 from shardwright.errors import PlanError
 
@@ -179,8 +180,10 @@ class Bounds:
         tied = [v for v, touching in enumerate(self._touching) if touching]
         for v in tied:
             self._visit(v, forward=True)
+        self._leave_out()
         for v in reversed(tied):
             self._visit(v, forward=False)
+        self._leave_out()
 
     def leave_out_above(self, cost: float) -> None:
         """Leave out, from now on, the values that no assignment of this cost or less has."""
@@ -241,7 +244,14 @@ class Bounds:
                 told = told + self._messages[at][i].reshape([-1 if j == i else 1 for j in range(told.ndim)])
         return np.asarray(told.min(axis=tuple(i for i in range(told.ndim) if i != dim)))
 
-    def least(self, limit: int) -> Minimum:
+    def work(self) -> int:
+        """Return how many entries elimination would add up."""
+        return work([len(values) for values in self._left], self._every_table())
+
+    def _every_table(self) -> list[Table]:
+        return [*(Table((v,), costs) for v, costs in enumerate(self._alone)), *self._tables]
+
+    def least(self, limit: float) -> Minimum:
         """The least assignment of all that is left; its bound says nothing of what was left out."""
         return self._least_of([np.arange(len(values)) for values in self._left], limit)
 
@@ -261,7 +271,7 @@ class Bounds:
         if not len(kept):
             return None
         try:
-            found._keep(v, kept)
+            found._keep({v: kept})
             found.sweep()
         except PlanError:
             return None
@@ -300,13 +310,8 @@ class Bounds:
         total = sum(heard, self._alone[v])
         around = math.fsum([self._sum, -self._least_alone[v], *(-self._least_of_table[at] for at, _ in touching)])
         of_value = self._of_value[v] = np.maximum(self._of_value[v], around + total)
-        needed = of_value <= min(self._upper, sys.float_info.max)
-        if not needed.all():
-            if not needed.any():
-                raise PlanError("no assignment is possible: every combination is forbidden")
-            kept = np.flatnonzero(needed)
-            self._keep(v, kept)
-            of_value, heard = self._of_value[v], [of[kept] for of in heard]
+        if not np.isfinite(of_value).any():
+            raise PlanError("no assignment is possible: every combination is forbidden")
         told = self._answer(v, heard, forward)
         self.bound = max(self.bound, float(of_value.min()))
         for (at, dim), message, least_of_table in zip(touching, told.messages, told.least_of_tables, strict=True):
@@ -326,15 +331,20 @@ class Bounds:
 
     def _told_to(self, alone: Costs, heard: Sequence[Costs], ahead: Sequence[bool]) -> _Messages:
         total = sum(heard, alone)
+        possible = np.isfinite(total)
         share = total / max(sum(ahead), len(ahead) - sum(ahead), 1)
         messages, least, rest = [], [], alone
         for of, tell in zip(heard, ahead, strict=True):
-            message = share - of if tell else -of
-            message = self._one(np.round((message - message.min()) / self._grid) * self._grid)
+            message = np.subtract(share if tell else 0.0, of, out=np.zeros(len(of)), where=possible)
+            message -= message.min(where=possible, initial=math.inf)
+            # What is impossible makes no table's minimum smaller.
+            floor = (of + message).min(where=possible, initial=math.inf)
+            np.maximum(floor - of, 0.0, out=message, where=~possible)
+            message = self._one(np.round(message / self._grid) * self._grid)
             messages.append(message)
             least.append(float((of + message).min()))
             rest = rest - message
-        return _Messages(alone, tuple(messages), tuple(least), float(rest.min()))
+        return _Messages(alone, tuple(messages), tuple(least), float(rest.min(where=possible, initial=math.inf)))
 
     def _heard(self, at: int, dim: int) -> Costs:
         """Return the minima of a table over one of its variables, with the messages of the others."""
@@ -349,28 +359,55 @@ class Bounds:
             self._known[key] = np.minimum.reduce(told, axis=tuple(others))
         return self._known[key]
 
-    def _keep(self, v: int, kept: Indices) -> None:
-        """Leave out the other values of a variable."""
-        for at, dim in self._touching[v]:
-            self._told_before[at, dim] = self._whole_message(at, dim, v)
-        self._left[v], self._of_value[v] = self._left[v][kept], self._of_value[v][kept]
-        self._alone[v] = self._one(self._alone[v][kept])
-        for at, dim in self._touching[v]:
+    def _leave_out(self) -> None:
+        """Leave out the values that no assignment has which costs as little as is looked for.
+
+        Variables of the same tables keep the same values: those that one of them may have. So the tables of equal
+        layers stay one array, and what follows from them is worked out once.
+
+        Raises:
+            PlanError: where nothing is possible.
+        """
+        alike: dict[Hashable, list[int]] = defaultdict(list)
+        for v, touching in enumerate(self._touching):
+            alike[id(self._alone[v]), *((id(self._tables[at].costs), dim) for at, dim in touching)].append(v)
+        kept: dict[int, Indices] = {}
+        for variables in alike.values():
+            least = np.minimum.reduce([self._of_value[v] for v in variables])
+            needed = least <= min(self._upper, sys.float_info.max)
+            if not needed.any():
+                raise PlanError("no assignment is possible: every combination is forbidden")
+            for v in variables:
+                self._of_value[v] = least
+            if not needed.all():
+                kept.update(dict.fromkeys(variables, np.flatnonzero(needed)))
+        self._keep(kept)
+
+    def _keep(self, kept: Mapping[int, Indices]) -> None:
+        """Leave out the other values of some variables."""
+        touched = dict.fromkeys(at for v in kept for at, _ in self._touching[v])
+        for at in touched:
             table, messages = self._tables[at], self._messages[at]
-            key = "kept", id(table.costs), dim, kept.tobytes()
+            for dim, v in enumerate(table.scope):
+                if v in kept:
+                    self._told_before[at, dim] = self._whole_message(at, dim, v)
+                    messages[dim] = self._one(messages[dim][kept[v]])
+            key = "kept", id(table.costs), *(kept[v].tobytes() if v in kept else b"" for v in table.scope)
             if key not in self._known:
                 self._held.append(table.costs)
-                self._known[key] = np.ascontiguousarray(table.costs.take(kept, dim))
+                every = (kept.get(v, np.arange(size)) for v, size in zip(table.scope, table.costs.shape, strict=True))
+                self._known[key] = table.costs[np.ix_(*every)]
             self._tables[at] = Table(table.scope, self._known[key])
-            messages[dim] = self._one(messages[dim][kept])
+        for v, values in kept.items():
+            self._left[v], self._of_value[v] = self._left[v][values], self._of_value[v][values]
+            self._alone[v] = self._one(self._alone[v][values])
 
     def _near(self, above: float) -> list[Indices]:
         return [np.flatnonzero(of <= self.bound + above) for of in self._of_value]
 
-    def _least_of(self, near: Sequence[Indices], limit: int) -> Minimum:
+    def _least_of(self, near: Sequence[Indices], limit: float) -> Minimum:
         self._held += (table.costs for table in self._tables)
-        tables = [Table((v,), costs[near[v]]) for v, costs in enumerate(self._alone)]
-        tables += among(near, self._tables, self._known)
+        tables = among(near, self._every_table(), self._known)
         cost, picked = minimise([len(values) for values in near], tables, limit)
         chosen = [int(left[of[i]]) for left, of, i in zip(self._left, near, picked, strict=True)]
         return Minimum(cost + self._fixed, -math.inf, chosen)

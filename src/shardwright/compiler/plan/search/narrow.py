@@ -26,17 +26,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
 
 from shardwright.compiler.plan.search.bounds import Bounds, WarmStart
 from shardwright.compiler.plan.search.exact import LIMIT, Minimum, Table, TooWide, among, minimise, without_narrow
+from shardwright.compiler.plan.search.exact import work as work_of
 from shardwright.errors import PlanError
 
 EARLY = 16  # before bounds are asked variables are eliminated by tables so many times smaller: they tie little
 ROUNDS = 10
+MOST_WORK = 1e10
+"""So many entries are added up at most, which takes some twenty seconds."""
+LITTLE_WORK = 3e8  # what takes less time than to look for what can be left out
+FEWER = 0.5  # where a round leaves more than this share of the work, the rest is done
 WIDER, MOST = 4, 16  # the limit of a round, times that of the one before; at most so many times that of the first.
 # Where nothing is left out, tables may be that much wider from the start: a round takes longer than these.
 ENOUGH = 1e-6  # a gap, as a share of the cost, that is worth no further round where nothing else is said
@@ -67,6 +72,7 @@ def least(
     tables: Sequence[Table],
     limit: int = LIMIT,
     *,
+    work: float = MOST_WORK,
     below: float = math.inf,
     enough: float = ENOUGH,
     learned: WarmStart | None = None,
@@ -76,6 +82,7 @@ def least(
     Args:
         domains: the number of values of every variable.
         limit: the largest table, in entries, that is built at first where values are left out.
+        work: so many entries elimination may add up; more are too wide.
         below: what an assignment must be below to be of use: where elimination is too wide, values that are in none
             such are left out from the start.
         enough: a gap, as a share of the cost, that is worth no further round; a larger one than usual says, too, that
@@ -90,7 +97,7 @@ def least(
     rest = without_narrow(domains, tables, limit // EARLY)
     try:
         with (learned or WarmStart.nothing(domains)).without(step.variable for step in rest.steps) as of_rest:
-            found = _among_left([*rest.tables, Table((), np.array(rest.total))], limit, below, enough, of_rest)
+            found = _among_left([*rest.tables, Table((), np.array(rest.total))], limit, work, below, enough, of_rest)
     except (TooWide, NothingBelow):
         raise
     except PlanError:
@@ -100,26 +107,34 @@ def least(
     return replace(found, picked=rest.completed(found.picked))
 
 
-def _among_left(tables: Sequence[Table], limit: int, below: float, enough: float, learned: WarmStart) -> Minimum:
+def _among_left(
+    tables: Sequence[Table], limit: int, work: float, below: float, enough: float, learned: WarmStart
+) -> Minimum:
     """Return the problem among the values that other searches have left."""
     left, sizes = list(learned.left), [len(values) for values in learned.left]
     if sizes != [*learned.domains]:
         tables = among(left, tables, {})
-    found = _least(sizes, tables, limit, below, enough, learned)
+    found = _least(sizes, tables, limit, work, below, enough, learned)
     return replace(found, picked=[int(of[i]) for of, i in zip(left, found.picked, strict=True)])
 
 
 def _least(
-    domains: Sequence[int], tables: Sequence[Table], limit: int, below: float, enough: float, learned: WarmStart
+    domains: Sequence[int],
+    tables: Sequence[Table],
+    limit: int,
+    work: float,
+    below: float,
+    enough: float,
+    learned: WarmStart,
 ) -> Minimum:
-    with suppress(TooWide):
-        cost, picked = minimise(domains, tables, limit * WIDER)
+    if work_of(domains, tables) <= (work if math.isinf(below) else min(work, LITTLE_WORK)):
+        cost, picked = minimise(domains, tables, math.inf)
         return Minimum(cost, cost, picked)
-    return _narrowed(Bounds(domains, tables, learned), limit, below, enough)
+    return _narrowed(Bounds(domains, tables, learned), limit, work, below, enough)
 
 
-def _narrowed(bounds: Bounds, limit: int, below: float, enough: float) -> Minimum:
-    best = _nearer(bounds, limit, below, enough)
+def _narrowed(bounds: Bounds, limit: int, work: float, below: float, enough: float) -> Minimum:
+    best = _nearer(bounds, limit, work, below, enough)
     bounds.leave_messages()
     if best.picked:
         return best
@@ -128,24 +143,29 @@ def _narrowed(bounds: Bounds, limit: int, below: float, enough: float) -> Minimu
     return replace(_possible(bounds, limit * MOST), bound=best.bound)
 
 
-def _nearer(bounds: Bounds, limit: int, below: float, enough: float) -> Minimum:
+def _nearer(bounds: Bounds, limit: int, work: float, below: float, enough: float) -> Minimum:
     """The best assignment that was found; without one, that which is to be beaten, which nothing picks."""
-    best, gap = Minimum(below, -math.inf, []), math.inf
+    best, gap, before = Minimum(below, -math.inf, []), math.inf, math.inf
     bounds.leave_out_above(below)
     for at in range(ROUNDS):
         bounds.sweep()
         if at == 0:
             bounds.leave_values()
+        all_work = bounds.work()
+        if all_work <= min(work, LITTLE_WORK) or FEWER * before < all_work <= work:
+            rest = bounds.least(math.inf)
+            return replace(rest, bound=rest.cost) if rest.cost < best.cost else replace(best, bound=best.cost)
+        before = all_work
         found, proven = bounds.least_near(limit * min(WIDER**at, MOST))
-        if found is None and not best.picked:
+        if found is None and math.isinf(best.cost):
             found = bounds.least_settled(max(1, limit // SETTLED))
         if found is not None and found.cost < best.cost:
             best = replace(found, bound=best.bound)
         best = replace(best, bound=min(max(best.bound, bounds.bound, proven), best.cost))
         if not math.isfinite(best.cost):
             continue
-        before, gap = gap, best.cost - best.bound
-        if gap <= enough * abs(best.cost) or ((WIDER**at > MOST or enough > ENOUGH) and gap > WORTH * before):
+        gap_before, gap = gap, best.cost - best.bound
+        if gap <= enough * abs(best.cost) or ((WIDER**at > MOST or enough > ENOUGH) and gap > WORTH * gap_before):
             break
         bounds.leave_out_above(best.cost)
     return best

@@ -168,26 +168,14 @@ class _AtPrice:
 
 def _free(both: _TwoStages, budget: Budget, below: float) -> Choice:
     """The choice with the least cost, settled; where that does not fit the budget, one whose gap may be larger."""
-    free = both.at(below=below, enough=max(ENOUGH_AMONG, budget.close))[0]
+    free = both.at(below=below, enough=budget.close)[0]
     settled = budget.settle(free)
     if budget.weigh(settled) > budget.limit_bytes:
         return settled
-    closer = budget.settle(_all_at_once(both, _nearer(both, free, budget.close)))
+    closer = budget.settle(_all_at_once(both, free))
     if budget.weigh(closer) <= budget.limit_bytes:
         return closer
     return replace(settled, bound=max(settled.bound or 0.0, closer.bound or 0.0))
-
-
-def _nearer(both: _TwoStages, free: Choice, close: float) -> Choice:
-    """Return this solution or a cheaper one, with a nearer bound where the gap is more than ``close``."""
-    cost, bound = free.cost or 0.0, free.bound or 0.0
-    if cost - bound <= close * cost:
-        return free
-    try:
-        nearer = both.at(below=cost, enough=close)[0]
-    except NothingBelow as nothing:
-        return replace(free, bound=min(cost, max(bound, nothing.bound)))
-    return min(nearer, replace(free, bound=nearer.bound), key=lambda choice: choice.cost or 0.0)
 
 
 def _all_at_once(both: _TwoStages, free: Choice) -> Choice:
