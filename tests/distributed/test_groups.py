@@ -155,4 +155,4 @@ def left_alone_in_a_group():
 
 @pytest.mark.slow
 def test_a_collective_of_a_new_group_ends_with_the_timeout():
-    assert "4000ms" in run_ranks(2, left_alone_in_a_group, timeout=60)[0]
+    assert "4000ms" in run_ranks(2, left_alone_in_a_group, timeout=60, stay=True)[0]

@@ -125,7 +125,8 @@ def test_a_rank_that_is_stopped_inside_a_step_is_named_with_what_the_others_wait
 
 @pytest.mark.slow
 def test_a_rank_that_skips_a_collective_is_named(launching):
-    text = TRAINING.replace("RANK", "1").replace("HOW", "return tensor")
+    """Where the backend does not compare what ranks call: with shm it is an error at once."""
+    text = TRAINING.replace("RANK", "1").replace("HOW", "return tensor").replace("sw.init()", "sw.init('gloo')")
     text = text.replace("nn.Linear(8, 8))", "nn.Linear(8, 8), nn.BatchNorm1d(8))")
     script = launching.write("train.py", text)
     ended = launching.run("-n", "3", "--stall-timeout", "3", script, timeout_s=100)

@@ -34,7 +34,7 @@ def test_a_rank_that_is_stopped_is_named_with_its_host(job):
 
 
 def test_a_rank_that_skips_a_collective_is_named_with_its_host(job):
-    text = TRAINING.replace("RANK", "1").replace("HOW", "return tensor")
+    text = TRAINING.replace("RANK", "1").replace("HOW", "return tensor").replace("sw.init()", "sw.init('gloo')")
     script = job.write("train.py", text.replace("nn.Linear(8, 8))", "nn.Linear(8, 8), nn.BatchNorm1d(8))"))
     ended = job.run(*WORDS, script, timeout_s=120)
     assert ended.code == 124, ended.stderr

@@ -123,7 +123,7 @@ def test_the_bytes_of_the_search_are_never_above_those_held(monkeypatch):
         picked = both.main.minimum([*weights.at(price), *noise]).picked
         again = weights.recomputing.chosen(picked)
         strategies, leaves = both.main.decided(picked)
-        beside = both._following(strategies, leaves)[1:] if both.beside else ({}, {})
+        beside = both._following(strategies, leaves)[1:] if both.side else ({}, {})
         mixed = replace(plan, strategies=strategies | beside[0], leaves=leaves | beside[1], recomputed=again)
         held = mixed.held.total - mixed.held.communication
         assert 0.6 * held <= weights.of(picked) <= held
