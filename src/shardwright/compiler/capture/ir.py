@@ -44,7 +44,7 @@ class Value:
     summed over ranks, of parameters and of their casts and views (`shardwright.compiler.capture.reduced`). ``shared``
     says that several equal casts are one (`shardwright.compiler.capture.casts`). ``read_first`` says of parameters, and
     of their casts and views, that the operator which reads one before all others reads it, and no other does
-    (`shardwright.compiler.capture.read_first`).
+    (`shardwright.compiler.capture.read_first`), and ``viewed`` that it is a view of one, or a cast of that.
     """
 
     name: str
@@ -56,6 +56,7 @@ class Value:
     reduced_in: torch.dtype | None = None
     shared: bool = False
     read_first: bool = False
+    viewed: bool = False
 
     @property
     def bytes(self) -> int:

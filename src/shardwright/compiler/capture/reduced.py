@@ -51,4 +51,6 @@ def _passed_on(node: Node, values: dict[str, Value]) -> Value | None:
         return None
     if math.prod(made.shape) < math.prod(source.shape) or not made.dtype.is_floating_point:
         return None
-    return replace(made, reduced_in=source.reduced_in)
+    row = row_of(node.op)
+    viewed = source.viewed or not (row.casts or row.rule is cast)
+    return replace(made, reduced_in=source.reduced_in, viewed=viewed)

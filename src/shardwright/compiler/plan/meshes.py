@@ -282,13 +282,14 @@ class _Weighing(Generic[P]):
         """Search at a weight; return whether the bound rises there."""
         hides, known = self._hides, min(self._found, key=lambda one: one.at(weight, self._hides), default=None)
         found = self._search(self._objective.hiding(weight), known.at(weight, hides) if known else math.inf)
+        cost = known.at(weight, hides) if known else math.inf
         if found.plan is not None:
-            known = self._take(found.plan, weight)
+            known, cost = self._take(found.plan), found.plan.cost or 0.0
         assert known is not None
         if found.bound is not None:
             self._bounds.append((found.bound - hides * self._before_s, found.considered))
         slope = hides * (known.beside_s - known.overlapping_s)
-        self._lines[slope >= 0] = known.at(0.0, hides), slope
+        self._lines[slope >= 0] = cost - slope * weight, slope
         return slope >= 0
 
     def _look_without_hiding(self, over: OverBudget | None) -> None:
@@ -300,13 +301,11 @@ class _Weighing(Generic[P]):
         if found.plan is not None:
             self._take(found.plan)
 
-    def _take(self, plan: P, weight: float | None = None) -> _Weighed[P]:
-        """Keep a plan, with what its step takes, that a search has found at a weight or as if nothing were hidden."""
+    def _take(self, plan: P) -> _Weighed[P]:
+        """Keep a plan that a search has found, with what its step takes."""
         prices = Prices(plan, self._objective.hardware)
-        cost, overlapping_s, beside_s = plan.cost or 0.0, prices.overlapping_s, prices.beside_s
-        if weight is not None:
-            cost += self._hides * (weight * overlapping_s + (1 - weight) * beside_s)
-        taken = _Weighed(replace(plan, cost=cost - prices.hidden_s), cost, overlapping_s, beside_s)
+        cost = prices.step_s - prices.hardware.around_s
+        taken = _Weighed(replace(plan, cost=cost), cost + prices.hidden_s, prices.overlapping_s, prices.beside_s)
         self._found.append(taken)
         return taken
 

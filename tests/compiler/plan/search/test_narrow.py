@@ -72,7 +72,7 @@ def test_what_is_left_out_is_in_no_least_assignment(seed, forbidden):
     assert kept.min() == every.min()
     for v in range(5):
         assert (bounds._of_value[v] <= kept.min(axis=tuple(i for i in range(5) if i != v)) + 1e-9).all()
-    found = least(domains, tables, limit=50, work=0)
+    found = least(domains, tables, limit=50, work=300)
     assert (found.cost, cost_at(tables, found.picked)) == (pytest.approx(every.min()), pytest.approx(every.min()))
 
 
@@ -92,9 +92,9 @@ def test_where_little_is_near_the_least_it_is_the_minimum():
 def test_what_is_to_be_beaten_is_beaten_or_nothing_is_below_it(seed):
     domains, tables = problem(seed)
     best, _ = minimise(domains, tables)
-    assert least(domains, tables, limit=50, work=0, below=best + 0.5).cost == pytest.approx(best)
+    assert least(domains, tables, limit=50, work=300, below=best + 0.5).cost == pytest.approx(best)
     with pytest.raises(NothingBelow) as nothing:
-        least(domains, tables, limit=50, work=0, below=best - 0.5)
+        least(domains, tables, limit=50, work=300, below=best - 0.5)
     assert best - 1 < nothing.value.bound <= best
 
 
@@ -108,9 +108,9 @@ def test_what_a_search_has_learned_is_true_for_the_next(seed):
     first.sweep()
     first.leave_messages()
     assert Bounds(domains, lower).bound < Bounds(domains, lower, learned).bound <= 0.99 * best + 1e-9
-    assert least(domains, tables, limit=50, work=0, below=best + 0.5, learned=learned).cost == pytest.approx(best)
+    assert least(domains, tables, limit=50, work=300, below=best + 0.5, learned=learned).cost == pytest.approx(best)
     assert sum(map(len, learned.left)) < sum(domains)
-    found = least(domains, lower, limit=50, work=0, learned=learned)
+    found = least(domains, lower, limit=50, work=300, learned=learned)
     assert found.cost == pytest.approx(0.99 * best)
     assert cost_at(tables, found.picked) == pytest.approx(best)
 
@@ -141,7 +141,7 @@ def test_what_is_eliminated_first_is_no_less_true(seed, monkeypatch):
     learned = WarmStart.nothing(domains)
     for early in (36, 1):
         monkeypatch.setattr(narrow, "EARLY", early)
-        found = least(domains, tables, limit=36, work=0, below=best + 0.5, learned=learned)
+        found = least(domains, tables, limit=36, work=300, below=best + 0.5, learned=learned)
         assert found.cost == pytest.approx(cost_at(tables, found.picked), rel=1e-12)
         assert found.cost == pytest.approx(best, rel=1e-12)
 

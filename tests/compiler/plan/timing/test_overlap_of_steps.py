@@ -36,7 +36,7 @@ def sharded(rows=ROWS, hardware=H100, recompute=(), again=None, between=nn.Ident
 
 def of_a_layer(prices):
     """Seconds to gather a parameter, and to reduce and scatter its gradient."""
-    moved = next(moved for moved in prices.transfers if moved.of_parameter)
+    moved = next(moved for moved in prices.transfers if moved.begins_early)
     return moved.forward_s, moved.gradient_s
 
 

@@ -233,9 +233,12 @@ def reduced_in_buckets(value: Value, steps: Sequence[Step]) -> bool:
     return value.of_parameter and enters(steps)
 
 
-def overlaps(value: Value) -> bool:
-    """Return whether the communication of a value, and of its gradient, may go on beside computing."""
-    return value.of_parameter and not value.read_first
+def overlaps(value: Value, *, shared: bool) -> bool:
+    """Return whether the communication of a value, and of its gradient, may go on beside computing.
+
+    Views of parameters are gathered where they are read; with ``shared`` a gradient is reduced with others.
+    """
+    return value.of_parameter and not value.read_first and (shared or not value.viewed)
 
 
 def once_more(value: Value) -> Value:
@@ -359,7 +362,7 @@ class Seconds:
     def transfer(self, value: Value, steps: Sequence[Step], mesh: Mesh) -> float:
         # The gradients of replicated parameters share a few collectives (lower.passes): each pays for its bytes alone.
         shared, found = reduced_in_buckets(value, steps), transfer_collectives(value, steps, mesh)
-        return self._sum(found, mesh, shared=shared, overlaps=overlaps(value))
+        return self._sum(found, mesh, shared=shared, overlaps=overlaps(value, shared=shared))
 
     def leaf(self, value: Value, layout: Layout, mesh: Mesh) -> float:
         if value.kind != "parameter" or not value.needs_gradient:

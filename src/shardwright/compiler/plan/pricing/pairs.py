@@ -226,7 +226,7 @@ class Pairs:
 
     def _priced(self, ways: Numbers, staying: Numbers, value: Value) -> Costs:
         """Return the cost of ways for a value, by the axes of the dims that each leaves as they are."""
-        of = overlaps(value)
+        of = overlaps(value, shared=False)
         costs = self._sums(self._forward[ways], staying, value.bytes, overlaps=of)
         if value.needs_gradient:
             size, summed = value.bytes, value.bytes // value.dtype.itemsize * value.reduced_itemsize
@@ -234,6 +234,7 @@ class Pairs:
             enters = self._flags[ways, 2] & value.of_parameter
             if enters.any():  # such gradients share a few collectives
                 backward = self._backward[ways[enters]]
+                of = overlaps(value, shared=True)
                 costs[enters] = self._sums(backward, staying[enters], size, summed, shared=True, overlaps=of)
         return costs
 
@@ -276,7 +277,7 @@ class Pairs:
         return self._prices[key]
 
     def _alone(self, value: Value, layout: Layout, target: Target) -> float:
-        alike = value.needs_gradient, value.of_parameter, value.reduced_in, value.read_first
+        alike = value.needs_gradient, value.of_parameter, value.reduced_in, value.read_first, value.viewed
         key = value.shape, value.dtype, *alike, layout, target
         if key not in self._singly:
             steps = self._steps(value.shape, layout, target)

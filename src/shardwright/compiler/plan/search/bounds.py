@@ -21,7 +21,6 @@ from shardwright.compiler.plan.search.exact import (
     Indices,
     Minimum,
     Table,
-    TooWide,
     aligned,
     among,
     minimise,
@@ -115,6 +114,10 @@ class Bounds:
         for at, table in enumerate(self._tables):
             for dim, v in enumerate(table.scope):
                 self._touching[v].append((at, dim))
+        alike: dict[Hashable, list[int]] = defaultdict(list)
+        for v, touching in enumerate(self._touching):
+            alike[id(self._alone[v]), *((id(self._tables[at].costs), dim) for at, dim in touching)].append(v)
+        self._alike = list(alike.values())
         # By direction and variable: which of its tables have a variable to come.
         self._ahead = {
             True: [tuple(max(self._scopes[at]) > v for at, _ in of) for v, of in enumerate(self._touching)],
@@ -193,28 +196,23 @@ class Bounds:
         """The size and the scope of the largest table that elimination would build."""
         return widest([len(values) for values in self._left], self._scopes)
 
-    def least_near(self, limit: int) -> tuple[Minimum | None, float]:
+    def least_near(self, most_work: float) -> tuple[Minimum | None, float]:
         """The least assignment of values that are near the bound, and what all others cost at least."""
         ladder = [*(abs(self.bound) * FIRST * FURTHER**step for step in range(STEPS)), math.inf]
-        every = np.concatenate(self._of_value)
-        first = np.cumsum([0, *(len(of) for of in self._of_value[:-1])])
 
-        def is_wide(above: float) -> bool:
-            sizes = np.add.reduceat(every <= self.bound + above, first, dtype=np.intp)
-            return widest(sizes.tolist(), self._scopes, limit)[0] > limit
+        def is_much(above: float) -> bool:
+            return self.work(most_work, above) > most_work
 
-        step = -1 if is_wide(ladder[0]) else bisect_left(ladder, True, lo=1, key=is_wide) - 1
-        while step >= 0:
-            proven = self.bound + ladder[step]
-            try:
-                return self._least_of(self._near(ladder[step]), limit), proven
-            except TooWide:
-                step -= 2
-            except PlanError:
-                if proven == math.inf:
-                    raise
-                return None, proven
-        return None, -math.inf
+        step = -1 if is_much(ladder[0]) else bisect_left(ladder, True, lo=1, key=is_much) - 1
+        if step < 0:
+            return None, -math.inf
+        proven = self.bound + ladder[step]
+        try:
+            return self._least_of(self._near(ladder[step]), math.inf), proven
+        except PlanError:
+            if proven == math.inf:
+                raise
+            return None, proven
 
     def least_settled(self, limit: int) -> Minimum | None:
         """The least assignment where what ties most together has the values that look best; None where there is none.
@@ -244,9 +242,13 @@ class Bounds:
                 told = told + self._messages[at][i].reshape([-1 if j == i else 1 for j in range(told.ndim)])
         return np.asarray(told.min(axis=tuple(i for i in range(told.ndim) if i != dim)))
 
-    def work(self) -> int:
-        """Return how many entries elimination would add up."""
-        return work([len(values) for values in self._left], self._every_table())
+    def work(self, most: float, above: float = math.inf) -> float:
+        """Return how many entries elimination would add up, of the values with bounds so much above that of all."""
+        near, tables = self._near(above), self._every_table()
+        same: dict[bytes, int] = {}
+        kept = [same.setdefault(values.tobytes(), len(same)) for values in near]
+        alike = [(id(table.costs), *(kept[v] for v in table.scope)) for table in tables]
+        return work([len(values) for values in near], [table.scope for table in tables], alike, most)
 
     def _every_table(self) -> list[Table]:
         return [*(Table((v,), costs) for v, costs in enumerate(self._alone)), *self._tables]
@@ -267,6 +269,7 @@ class Bounds:
             setattr(found, name, list(getattr(self, name)))
         found._messages = [list(of) for of in self._messages]
         found._told_before = dict(self._told_before)
+        found._alike = [*([other for other in of if other != v] for of in self._alike if of != [v]), [v]]
         kept = np.setdiff1d(np.arange(len(self._left[v])), values) if out else np.array(values)
         if not len(kept):
             return None
@@ -348,15 +351,19 @@ class Bounds:
 
     def _heard(self, at: int, dim: int) -> Costs:
         """Return the minima of a table over one of its variables, with the messages of the others."""
-        costs, messages = self._tables[at].costs, self._messages[at]
-        key = id(costs), dim, *map(id, messages[:dim]), *map(id, messages[dim + 1 :])
+        told, messages = self._tables[at].costs, self._messages[at]
+        for other in reversed(range(len(messages))):
+            if other != dim:
+                told = self._without(told, other if other < dim else told.ndim - 1, messages[other])
+        return told
+
+    def _without(self, costs: Costs, dim: int, message: Costs) -> Costs:
+        """Return the minima of some costs over a dim, with the message of that; the dims after it are of others."""
+        key = id(costs), dim, id(message)
         if key not in self._known:
-            others = [i for i in range(costs.ndim) if i != dim]
-            self._held.append(costs)
-            told = costs
-            for i in others:
-                told = told + messages[i].reshape([-1 if j == i else 1 for j in range(costs.ndim)])
-            self._known[key] = np.minimum.reduce(told, axis=tuple(others))
+            self._held += costs, message
+            told = costs + message.reshape([-1, *(1 for _ in range(costs.ndim - dim - 1))])
+            self._known[key] = np.minimum.reduce(told, axis=dim)
         return self._known[key]
 
     def _leave_out(self) -> None:
@@ -368,11 +375,8 @@ class Bounds:
         Raises:
             PlanError: where nothing is possible.
         """
-        alike: dict[Hashable, list[int]] = defaultdict(list)
-        for v, touching in enumerate(self._touching):
-            alike[id(self._alone[v]), *((id(self._tables[at].costs), dim) for at, dim in touching)].append(v)
         kept: dict[int, Indices] = {}
-        for variables in alike.values():
+        for variables in self._alike:
             least = np.minimum.reduce([self._of_value[v] for v in variables])
             needed = least <= min(self._upper, sys.float_info.max)
             if not needed.any():

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import os
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from shardwright.common.threads import thread_pool
 from shardwright.errors import PlanError
 
 Costs = npt.NDArray[np.float64]
@@ -105,8 +107,13 @@ def aligned(table: Table, scope: Sequence[int]) -> Costs:
 LIMIT = 1_000_000
 """The largest table that is built, in entries: to leave values out takes less time than larger ones."""
 
+LARGEST = 20_000_000
+"""The largest table that is kept, in entries: 160 MB."""
+
 # As many entries of it are there at a time, which a processor's caches hold.
 SLAB = 1 << 18
+# Larger tables are made by all cores.
+MANY = 1 << 22
 
 
 class TooWide(PlanError):
@@ -141,19 +148,27 @@ def without_narrow(domains: Sequence[int], tables: Sequence[Table], limit: int) 
     return _eliminated(_steps(tuple(domains), tuple(table.scope for table in tables), limit), tables, domains)
 
 
-def work(domains: Sequence[int], tables: Sequence[Table]) -> int:
-    """Return how many entries `minimise` would add up without a limit: those of equal steps once."""
-    tables = without_singles(tables, domains)
-    order = _steps(tuple(domains), tuple(table.scope for table in tables), math.inf)
-    every, total = [id(table.costs) for table in tables], 0
-    known: dict[Hashable, int] = {}
+def work(
+    domains: Sequence[int], scopes: Sequence[tuple[int, ...]], alike: Sequence[Hashable], most: float = math.inf
+) -> float:
+    """Return how many entries `minimise` would add up without a limit, or infinity where that is more than ``most``.
+
+    Steps of the same tables count once: those for which ``alike`` has the same. It is infinity, too, where a table that
+    is left would take more memory than there should be for it.
+    """
+    own = tuple(tuple(v for v in scope if domains[v] != 1) for scope in scopes)
+    order = _steps(tuple(domains), own, most)
+    every, total = [*alike], 0
+    known: dict[Hashable, Hashable] = {}
     for step in order.steps:
+        if step.entries > LARGEST * domains[step.variable]:
+            return math.inf
         made_of = step.kind, *(every[number] for number in step.tables)
         if made_of not in known:
-            known[made_of] = -len(known)  # no identity of an array
+            known[made_of] = "made", len(known)
             total += step.entries
         every.append(known[made_of])
-    return total
+    return total if total <= most and not order.wider else math.inf
 
 
 @dataclass(frozen=True)
@@ -192,7 +207,7 @@ def _eliminated(order: _Eliminations, tables: Sequence[Table], domains: Sequence
         made_of = step.kind, *map(id, touching)
         if (made := known.get(made_of)) is None:
             of = [Table(scope, costs) for scope, costs in zip(step.scopes, touching, strict=True)]
-            made = known[made_of] = touching, _least(of, (*step.neighbours, step.variable), domains)
+            made = known[made_of] = touching, _least(of, (step.variable, *step.neighbours), domains)
         found.append(made[0])
         every.append(made[1])
         if not step.neighbours:
@@ -381,15 +396,20 @@ def _steps(domains: tuple[int, ...], scopes: tuple[tuple[int, ...], ...], limit:
 
 
 def _least(tables: Sequence[Table], order: tuple[int, ...], domains: Sequence[int]) -> Costs:
-    """The sum of the tables at the best value of the last variable of ``order``, by those of the others."""
+    """The sum of the tables at the best value of the first variable of ``order``, by those of the others."""
     entries = math.prod([domains[v] for v in order])
-    at = next((i for i, v in enumerate(order[:-1]) if domains[v] > 1), None)
+    at = next((i for i, v in enumerate(order) if i and domains[v] > 1), None)
     if at is None or entries <= SLAB:
-        return np.asarray(join(tables, order, domains).min(axis=-1))
+        return np.asarray(join(tables, order, domains).min(axis=0))
     size = domains[order[at]]
     rows = max(1, SLAB * size // entries)
-    found = [_least(*_slab(tables, order, domains, at, slice(i, min(i + rows, size)))) for i in range(0, size, rows)]
-    return np.concatenate(found, axis=at)
+    slabs = [_slab(tables, order, domains, at, slice(i, min(i + rows, size))) for i in range(0, size, rows)]
+    if entries <= MANY:
+        found = [_least(*slab) for slab in slabs]
+    else:
+        with thread_pool(len(os.sched_getaffinity(0))) as pool:  # numpy lets others compute meanwhile
+            found = [*pool.map(lambda slab: _least(*slab), slabs)]
+    return np.concatenate(found, axis=at - 1)
 
 
 def _slab(

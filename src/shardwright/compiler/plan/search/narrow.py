@@ -90,7 +90,7 @@ def least(
         learned: what earlier searches have left, to which this one adds.
 
     Raises:
-        NothingBelow: where none is below that.
+        NothingBelow: where none is below that, if elimination alone does not tell what the least is.
         PlanError: where every assignment has infinite cost.
         TooWide: where nothing possible was found.
     """
@@ -127,7 +127,8 @@ def _least(
     enough: float,
     learned: WarmStart,
 ) -> Minimum:
-    if work_of(domains, tables) <= (work if math.isinf(below) else min(work, LITTLE_WORK)):
+    most = work if math.isinf(below) else min(work, LITTLE_WORK)
+    if work_of(domains, [table.scope for table in tables], [id(table.costs) for table in tables], most) <= most:
         cost, picked = minimise(domains, tables, math.inf)
         return Minimum(cost, cost, picked)
     return _narrowed(Bounds(domains, tables, learned), limit, work, below, enough)
@@ -151,12 +152,12 @@ def _nearer(bounds: Bounds, limit: int, work: float, below: float, enough: float
         bounds.sweep()
         if at == 0:
             bounds.leave_values()
-        all_work = bounds.work()
+        all_work = bounds.work(work)
         if all_work <= min(work, LITTLE_WORK) or FEWER * before < all_work <= work:
             rest = bounds.least(math.inf)
             return replace(rest, bound=rest.cost) if rest.cost < best.cost else replace(best, bound=best.cost)
         before = all_work
-        found, proven = bounds.least_near(limit * min(WIDER**at, MOST))
+        found, proven = bounds.least_near(min(work, LITTLE_WORK))
         if found is None and math.isinf(best.cost):
             found = bounds.least_settled(max(1, limit // SETTLED))
         if found is not None and found.cost < best.cost:

@@ -153,7 +153,8 @@ def _largest_inside(graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mes
 
 def _alike(facts: Value) -> Hashable:
     """Return what the cost of a transfer reads of a value."""
-    return facts.shape, facts.dtype, facts.needs_gradient, facts.of_parameter, facts.reduced_in, facts.read_first
+    kind = facts.of_parameter, facts.reduced_in, facts.read_first, facts.viewed
+    return facts.shape, facts.dtype, facts.needs_gradient, *kind
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,7 @@ class Recomputing:
     ) -> Costs:
         """The cost by layout and target; with ``free`` there is another target that costs nothing."""
         leaf = value.kind != "result"
-        key = value.shape, value.dtype, value.of_parameter, leaf, given, free, id(layouts), id(targets)
+        key = value.shape, value.dtype, value.of_parameter, value.viewed, leaf, given, free, id(layouts), id(targets)
         if key not in self._ways:
             self._held += layouts, targets
             pairs = self._problem.known.pairs

@@ -304,6 +304,7 @@ class Weights:
             value.dtype,
             value.kind == "parameter",
             value.of_parameter,
+            value.viewed,
             value.needs_gradient,
             in_place,
             moved,

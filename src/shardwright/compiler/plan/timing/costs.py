@@ -28,7 +28,7 @@ class Communication:
     again_s: float = 0.0  # and those of what the backward repeats of it
     value: str | None = None  # the value that a transfer brings to its target
     in_buckets: bool = False  # gradients of replicated parameters, which are reduced beside the backward
-    of_parameter: bool = False  # or of its gradient
+    begins_early: bool = False
     overlaps: bool = False  # whether a search counts it as what may go on beside computing
 
     @property
@@ -102,8 +102,8 @@ class Costs:
             again_s,
             transfer.value,
             in_buckets=shared and value.kind == "parameter",
-            of_parameter=value.of_parameter,
-            overlaps=overlaps(value) and (shared or self.hardware.prefetches),
+            begins_early=value.of_parameter and not value.viewed,
+            overlaps=overlaps(value, shared=shared) and (shared or self.hardware.prefetches),
         )
 
     @property

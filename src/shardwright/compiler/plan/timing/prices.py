@@ -70,7 +70,7 @@ class Prices(Costs):
     @property
     def overlapping_s(self) -> float:
         """P of `Seconds`: seconds of the communication that may go on beside computing."""
-        again_s = (moved.again_s for moved in self.transfers if moved.of_parameter and not moved.overlaps)
+        again_s = (moved.again_s for moved in self.transfers if moved.begins_early and not moved.overlaps)
         overlapping_s = sum(moved.seconds for moved in self.transfers if moved.overlaps)
         return overlapping_s + (sum(again_s) if self.hardware.prefetches else 0.0)
 
@@ -94,7 +94,7 @@ def repeated_costs(plan: Decisions, objective: Objective) -> dict[str, float]:
     for transfer in plan.transfers:
         if block := plan.block_of_transfer(transfer):
             value = once_more(plan.capture.values[transfer.value])
-            moved = value.shape, value.dtype, value.of_parameter, id(transfer.steps)
+            moved = value.shape, value.dtype, value.of_parameter, value.viewed, id(transfer.steps)
             if moved not in known:
                 known[moved] = objective.transfer(value, transfer.steps, mesh)
             costs[block] += known[moved]
