@@ -17,9 +17,12 @@ than that, it is the minimum. Where not, what costs more than it is left out for
 tables become smaller as the bounds come nearer. What is found at last comes with its bound. Where too many values are
 as good as each other for any e, what ties most together is settled at what looks best, for a first assignment.
 
+What elimination takes is known before it begins (`exact.work`), equal layers counted once. Little is done at once, and
+so is what a round has not made much less.
+
 Messages are rounded to a grid, which makes them no less true: along equal layers they are soon the very same, and what
-follows from them is worked out once. For other costs they are no less true either, and where these are near, as those
-at the next price of a byte, better than none.
+follows from them is worked out once; equal layers keep the same values for that (`Bounds`). For other costs they are no
+less true either, and where these are near, as those at the next price of a byte, better than none.
 """
 
 from __future__ import annotations
@@ -42,8 +45,8 @@ MOST_WORK = 1e10
 """So many entries are added up at most, which takes some twenty seconds."""
 LITTLE_WORK = 3e8  # what takes less time than to look for what can be left out
 FEWER = 0.5  # where a round leaves more than this share of the work, the rest is done
-WIDER, MOST = 4, 16  # the limit of a round, times that of the one before; at most so many times that of the first.
-# Where nothing is left out, tables may be that much wider from the start: a round takes longer than these.
+FIRST_ROUNDS = 3  # which may leave the gap as it is, where it is to be the smallest
+WIDER = 16  # where single values are tried tables may be so many times larger
 ENOUGH = 1e-6  # a gap, as a share of the cost, that is worth no further round where nothing else is said
 WORTH = 0.8  # nor is one that the rounds before made no smaller than so much of what it was
 SETTLED = 16  # a choice where values are settled is as good with tables so many times smaller
@@ -141,7 +144,7 @@ def _narrowed(bounds: Bounds, limit: int, work: float, below: float, enough: flo
         return best
     if math.isfinite(below):
         raise NothingBelow(best.bound)
-    return replace(_possible(bounds, limit * MOST), bound=best.bound)
+    return replace(_possible(bounds, limit * WIDER), bound=best.bound)
 
 
 def _nearer(bounds: Bounds, limit: int, work: float, below: float, enough: float) -> Minimum:
@@ -166,7 +169,7 @@ def _nearer(bounds: Bounds, limit: int, work: float, below: float, enough: float
         if not math.isfinite(best.cost):
             continue
         gap_before, gap = gap, best.cost - best.bound
-        if gap <= enough * abs(best.cost) or ((WIDER**at > MOST or enough > ENOUGH) and gap > WORTH * gap_before):
+        if gap <= enough * abs(best.cost) or ((at >= FIRST_ROUNDS or enough > ENOUGH) and gap > WORTH * gap_before):
             break
         bounds.leave_out_above(best.cost)
     return best
