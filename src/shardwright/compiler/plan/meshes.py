@@ -184,7 +184,7 @@ class Meshes:
         if self._best is not None:
             return Found(self._best, self._best.bound and min(self._bounds), several)
         if math.isfinite(self._below):
-            return Found(None, min([self._below, *self._bounds]), several)
+            return Found(None, None if self._row.by_axes else min([self._below, *self._bounds]), several)
         errors = [error for _, error in self._errors]
         if over := [error for error in errors if isinstance(error, OverBudget)]:
             raise min(over, key=lambda error: error.least_bytes)

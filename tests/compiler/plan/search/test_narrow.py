@@ -1,13 +1,14 @@
 """Where elimination is too wide, values are left out by their bounds: the minimum, or a choice near it and a bound."""
 
 import itertools
+from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shardwright.compiler.plan.search import narrow
+from shardwright.compiler.plan.search import exact, narrow
 from shardwright.compiler.plan.search.bounds import Bounds, WarmStart
 from shardwright.compiler.plan.search.exact import Minimum, Table, TooWide, cost_at, minimise
 from shardwright.compiler.plan.search.narrow import NothingBelow, least
@@ -181,3 +182,42 @@ def test_what_is_possible_is_found_where_little_is(monkeypatch):
         assert found.cost == pytest.approx(minimise(domains, tables)[0])
     with pytest.raises(PlanError, match="no assignment is possible"):
         least(domains, [*tables, Table((0, 2), np.full((size, size), np.inf))], limit=size)
+
+
+def layers(count, seed=0):
+    """Equal layers that are tied within and to the next: each has the arrays of the others."""
+    draw = np.random.default_rng(seed)
+    within, to_next, alone = draw.random((7, 7, 7)), draw.random((7, 7)), draw.random(7)
+    tables = []
+    for first in range(0, 3 * count, 3):
+        tables += [Table((first + i,), alone) for i in range(3)]
+        tables.append(Table((first, first + 1, first + 2), within))
+        tables += [Table((first + 2, first + 3), to_next)] if first + 3 < 3 * count else []
+    return [7] * 3 * count, tables
+
+
+def test_equal_layers_keep_their_tables_in_common_while_values_are_left_out():
+    domains, tables = layers(12)
+    least_cost, _ = minimise(domains, tables, 10**9)
+    bounds = Bounds(domains, tables)
+    arrays = len({id(table.costs) for table in bounds._tables})
+    bounds.leave_out_above(least_cost * 1.01)
+    for _ in range(4):
+        bounds.sweep()
+        assert bounds.bound <= least_cost * (1 + 1e-9)
+    assert sum(map(len, bounds._left)) < sum(domains)
+    assert len({id(table.costs) for table in bounds._tables}) <= arrays + 8  # the first and the last layer have others
+    assert bounds.least(10**9).cost == pytest.approx(least_cost, rel=1e-12)
+
+
+def test_what_elimination_takes_is_told_with_equal_layers_once():
+    def told(count, whose=id):
+        domains, tables = layers(count)
+        return exact.work(domains, [table.scope for table in tables], [whose(table.costs) for table in tables])
+
+    domains, tables = layers(6)
+    with mock.patch.object(exact, "_least", side_effect=exact._least) as made:
+        minimise(domains, tables, 10**9)
+    assert sum(np.prod([call.args[2][v] for v in call.args[1]]) for call in made.call_args_list) == told(6)
+    others = itertools.count()
+    assert 3 * told(48) < told(48, lambda costs: next(others))

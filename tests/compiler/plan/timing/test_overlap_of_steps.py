@@ -12,6 +12,7 @@ from shardwright.compiler.lower.lower import lower
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.plan.baselines import fully_sharded
 from shardwright.compiler.plan.make import make_plan
+from shardwright.compiler.plan.pricing.cost import overlaps
 from shardwright.compiler.plan.pricing.graph import RuledGraph
 from shardwright.compiler.plan.pricing.hardware import shipped
 from shardwright.compiler.plan.request import PlanRequest
@@ -124,3 +125,25 @@ def test_llama_8b_on_64_gpus_exposes_a_tenth_of_its_step_at_most():
     gathered = 5 * 32  # those of keys and values may be replicated, which are small
     assert [instruction.kind for instruction in program.instructions].count("begin") >= gathered
     assert peak_of(plan, program).bytes <= plan.memory
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.weight = nn.Linear(256, 256), nn.Parameter(torch.ones(8, 512, 256))
+
+    def forward(self, x):
+        return torch.bmm(self.first(x), self.weight.transpose(1, 2)).sum()
+
+
+def test_only_parameters_and_casts_are_gathered_beside_computing():
+    """A view is gathered where it is read."""
+    with torch.device("meta"):
+        captured = captured_step(Experts(), lambda m, x: m(x), torch.ones(8, 4096, 256), {})
+    (view,) = (value for value in captured.values.values() if value.viewed)
+    weight = next(value for value in captured.of_kind("parameter") if value.label == "weight")
+    assert [overlaps(value, shared=False) for value in (view, weight)] == [False, True]
+    assert overlaps(view, shared=True)  # in a bucket
+    sharded = fully_sharded(RuledGraph.of(captured), PlanRequest(Mesh.of(d=8), hardware=H100))
+    gathered = [moved for moved in Prices(sharded, H100).transfers if moved.value in (view.name, weight.name)]
+    assert all(moved.overlaps == (moved.value == weight.name) for moved in gathered)
