@@ -69,6 +69,11 @@ class Value:
         return self.kind == "parameter" or self.reduced_in is not None
 
     @property
+    def begins_early(self) -> bool:
+        """Return whether it is gathered early: a parameter, or a cast of one, and no view."""
+        return self.of_parameter and not self.viewed
+
+    @property
     def reduced_itemsize(self) -> int:
         """The bytes of an entry of its gradient where that is summed over ranks."""
         return (self.reduced_in or self.dtype).itemsize

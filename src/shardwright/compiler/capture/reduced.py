@@ -51,6 +51,4 @@ def _passed_on(node: Node, values: dict[str, Value]) -> Value | None:
         return None
     if math.prod(made.shape) < math.prod(source.shape) or not made.dtype.is_floating_point:
         return None
-    row = row_of(node.op)
-    viewed = source.viewed or not (row.casts or row.rule is cast)
-    return replace(made, reduced_in=source.reduced_in, viewed=viewed)
+    return replace(made, reduced_in=source.reduced_in, viewed=source.viewed or not row_of(node.op).casts)

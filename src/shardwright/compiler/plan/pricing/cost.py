@@ -238,7 +238,7 @@ def overlaps(value: Value, *, shared: bool) -> bool:
 
     Views of parameters are gathered where they are read; with ``shared`` a gradient is reduced with others.
     """
-    return value.of_parameter and not value.read_first and (shared or not value.viewed)
+    return not value.read_first and (value.of_parameter if shared else value.begins_early)
 
 
 def once_more(value: Value) -> Value:

@@ -16,13 +16,12 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
-from shardwright.compiler.capture.ir import Node, Value
+from shardwright.compiler.capture.ir import Node
 from shardwright.compiler.plan.decisions import Transfer
 from shardwright.compiler.plan.pricing.cost import EnteringParameter, entering_alike, in_buckets, once_more
 from shardwright.compiler.plan.pricing.memory import Block, Blocks, local_bytes
 from shardwright.compiler.plan.timing.costs import Communication, Costs
 from shardwright.compiler.plan.timing.time_line import Act, Begun, Stream, Work, awaits, begins, does, with_prefetch
-from shardwright.compiler.rules.table import row_of
 
 ON_THE_WAY = 2  # gradients that are scattered at once: each is as large as its whole parameter
 NOTHING_S = 1e-12  # what is left of a difference of equal seconds
@@ -84,19 +83,12 @@ class StepActs:
         """Return the seconds of what begins early of a transfer, and of its gradient: of its first step, or nothing."""
         costs, value = self._costs, self._plan.capture.values[transfer.value]
         first = transfer.steps[:1]
-        if not (first and first[0].kind == "all_gather" and costs.hardware.prefetches and self._is_stored(value)):
+        if not (first and first[0].kind == "all_gather" and costs.hardware.prefetches and value.begins_early):
             return 0.0, 0.0
         forward_s = costs.objective.transfer(once_more(value), first, self._plan.mesh)
         if not transfer.gradient or first[0].adjoint != "reduce_scatter":
             return forward_s, 0.0
         return forward_s, costs.objective.transfer(value, first, self._plan.mesh) - forward_s
-
-    def _is_stored(self, value: Value) -> bool:
-        """Return whether a value is a parameter, or made of one by casts alone."""
-        if value.kind == "parameter" or not value.of_parameter:
-            return value.kind == "parameter"
-        node = self._plan.graph.producers[value.name][0]
-        return bool(row_of(node.op).casts) and self._is_stored(self._plan.capture.values[node.operands[0]])
 
     def _made_bytes(self, transfer: Transfer) -> int:
         return local_bytes(self._plan.capture.values[transfer.value], transfer.steps[0].after, self._plan.mesh)

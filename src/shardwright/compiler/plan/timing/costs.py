@@ -102,7 +102,7 @@ class Costs:
             again_s,
             transfer.value,
             in_buckets=shared and value.kind == "parameter",
-            begins_early=value.of_parameter and not value.viewed,
+            begins_early=value.begins_early,
             overlaps=overlaps(value, shared=shared) and (shared or self.hardware.prefetches),
         )
 
