@@ -143,6 +143,7 @@ def of_an_optimizer_made_before(folder, mode, steps, resumes):
     return parallel(transformer_batch(8)).item()
 
 
+@pytest.mark.slow
 def test_an_optimizer_made_before_its_model_is_split_is_resumed(tmp_path):
     saved, on = str(tmp_path / "saved"), str(tmp_path / "on")
     run_ranks(1, of_an_optimizer_made_before, saved, "single", 2, False)

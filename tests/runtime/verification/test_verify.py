@@ -105,27 +105,23 @@ def verified_with_defects():
     return found
 
 
-@pytest.fixture(scope="module")
-def answers_with_defects(tmp_path_factory):
-    return run_ranks(2, verified_with_defects, env={"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("c"))}, timeout=110)
+def test_a_defect_is_found_and_named(tmp_path):
+    by_rank = run_ranks(2, verified_with_defects, env={"XDG_CACHE_HOME": str(tmp_path)}, timeout=110)
+    for defect, (_, _, kind, tensor) in DEFECTS.items():
+        (ok, deviations, text, _), others = (answers[defect.__name__] for answers in by_rank)
+        assert not ok, defect
+        assert others[0] is False, defect
+        found = next(d for d in deviations if d.kind == kind and d.reference == ONE_DEVICE)
+        assert found.largest > 1e3 * found.tolerance, defect
+        assert tensor in found.name
+        assert f"float64 {kind}: {found.name}" in text
+        assert text.endswith("BEYOND TOLERANCE"), defect
+        if defect is unreduced_on_rank_one:
+            assert f"on rank 1 in step 1, {ONE_DEVICE} has" in text
+            assert found.got == pytest.approx(found.expected * 1.001)
 
 
-@pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.__name__)
-def test_a_defect_is_found_and_named(defect, answers_with_defects):
-    _, _, kind, tensor = DEFECTS[defect]
-    (ok, deviations, text, _), others = (answers[defect.__name__] for answers in answers_with_defects)
-    assert not ok
-    assert others[0] is False
-    found = next(d for d in deviations if d.kind == kind and d.reference == ONE_DEVICE)
-    assert found.largest > 1e3 * found.tolerance
-    assert tensor in found.name
-    assert f"float64 {kind}: {found.name}" in text
-    assert text.endswith("BEYOND TOLERANCE")
-    if defect is unreduced_on_rank_one:
-        assert f"on rank 1 in step 1, {ONE_DEVICE} has" in text
-        assert found.got == pytest.approx(found.expected * 1.001)
-
-
+@pytest.mark.slow
 def test_entries_whose_step_is_noise_are_counted_and_not_compared():
     [(ok, deviations, text, _)] = run_ranks(1, verified, "resnet", 24, {"mode": "data"})
     assert ok
