@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import LinearConstraint, milp
 
-from shardwright.compiler.plan.search import exact
+from shardwright.compiler.plan.search import exact, min_sum
 from shardwright.compiler.plan.search.exact import Table, TooWide, cost_at, minimise, without_narrow
 from shardwright.errors import PlanError
 
@@ -24,12 +24,13 @@ def problems(draw):
     return domains, [Table(s, random.integers(0, 20, [domains[v] for v in s]).astype(float)) for s in scopes]
 
 
-@given(problems(), st.sampled_from([1, 7, exact.SLAB]))
-def test_the_minimum_over_all_assignments(problem, slab):
-    """Also where tables are made in slabs."""
+@given(problems(), st.sampled_from([(1, 1), (1, 10**6), (7, 10**6), (min_sum.SLAB, min_sum.MANY)]))
+def test_the_minimum_over_all_assignments(problem, sizes):
+    """Also where tables are made in slabs, and by several threads."""
     domains, tables = problem
     best = min(cost_at(tables, x) for x in itertools.product(*map(range, domains)))
-    with mock.patch.object(exact, "SLAB", slab):
+    slab, many = sizes
+    with mock.patch.multiple(min_sum, FEW=slab, SLAB=slab, MANY=many):
         found, assignment = minimise(domains, tables)
     assert found == best
     assert cost_at(tables, assignment) == best

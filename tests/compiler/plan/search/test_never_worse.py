@@ -340,7 +340,7 @@ def test_some_values_of_a_problem_cost_as_much_as_a_problem_of_these_alone():
     request = PlanRequest(mesh, "auto", "exact", hardware=HARDWARE, axes=mesh)
     whole, names = space(capture, request), {node.name for node in capture.nodes}
     problem, draw = Problem(whole, CostCache(whole.graph, OBJECTIVE, mesh), names), np.random.default_rng(0)
-    assert problem.hubs
+    assert problem.shared_by_two
     for _ in range(6):
         left = {n: np.flatnonzero(draw.random(len(of)) < 0.6) for n, of in whole.strategies.items()}
         left = {n: of if len(of) else np.array([0]) for n, of in left.items()}

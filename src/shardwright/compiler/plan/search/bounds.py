@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shardwright.compiler.plan.search.exact import (
-    Costs,
     Indices,
     Minimum,
     Table,
@@ -28,6 +27,7 @@ from shardwright.compiler.plan.search.exact import (
     widest,
     work,
 )
+from shardwright.compiler.plan.search.min_sum import Costs
 from shardwright.errors import PlanError
 
 

@@ -26,7 +26,8 @@ from shardwright.compiler.mesh.redistribute import redistribute
 from shardwright.compiler.plan.pricing.cost import GATHERED_BYTES, SMALL_WHOLE_BYTES, small_gather, together_bytes
 from shardwright.compiler.plan.pricing.graph import Target
 from shardwright.compiler.plan.pricing.memory import SavedTensors, local_bytes
-from shardwright.compiler.plan.search.exact import Costs, Table, TooWide, cost_at
+from shardwright.compiler.plan.search.exact import Table, TooWide, cost_at
+from shardwright.compiler.plan.search.min_sum import Costs
 from shardwright.compiler.plan.search.narrow import NothingBelow
 from shardwright.compiler.plan.search.problem import Problem
 from shardwright.distributed.gradients import BUCKET_BYTES

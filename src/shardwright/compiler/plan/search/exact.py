@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import heapq
 import math
-import os
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,10 +26,9 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from shardwright.common.threads import thread_pool
+from shardwright.compiler.plan.search.min_sum import Costs, min_sum
 from shardwright.errors import PlanError
 
-Costs = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
 
 
@@ -87,16 +85,6 @@ def among(values: Sequence[Indices], tables: Sequence[Table], known: dict[Hashab
     return found
 
 
-def join(tables: Sequence[Table], scope: tuple[int, ...], domains: Sequence[int]) -> Costs:
-    """The sum of the tables, over all variables of ``scope``."""
-    joined: Costs = np.zeros([1 for _ in scope])
-    for table in sorted(tables, key=lambda table: table.costs.size):  # so that few sums are large
-        more = aligned(table, scope)
-        shape = np.broadcast_shapes(joined.shape, more.shape)
-        joined = np.add(joined, more, out=joined if joined.shape == shape else np.empty(shape))
-    return np.broadcast_to(joined, [domains[v] for v in scope])
-
-
 def aligned(table: Table, scope: Sequence[int]) -> Costs:
     """The costs with a dim for every variable of ``scope``, of one entry for those that the table does not mention."""
     ordered = table.costs.transpose([table.scope.index(v) for v in scope if v in table.scope])
@@ -109,11 +97,6 @@ LIMIT = 1_000_000
 
 LARGEST = 20_000_000
 """The largest table that is kept, in entries: 160 MB."""
-
-# As many entries of it are there at a time, which a processor's caches hold.
-SLAB = 1 << 18
-# Larger tables are made by all cores.
-MANY = 1 << 22
 
 
 class TooWide(PlanError):
@@ -136,7 +119,7 @@ def minimise(domains: Sequence[int], tables: Sequence[Table], limit: float = LIM
     order = _steps(tuple(domains), tuple(table.scope for table in tables), limit)
     if order.wider:
         raise TooWide(f"the search would need a table of {order.wider:,} entries")
-    rest = _eliminated(order, tables, domains)
+    rest = _eliminated(order, tables)
     if not math.isfinite(rest.total):
         raise PlanError("no assignment is possible: every combination is forbidden")
     return rest.total, rest.completed([0] * len(domains))
@@ -145,7 +128,7 @@ def minimise(domains: Sequence[int], tables: Sequence[Table], limit: float = LIM
 def without_narrow(domains: Sequence[int], tables: Sequence[Table], limit: int) -> Reduced:
     """Return the problem without the variables around which no table has more entries than ``limit``."""
     tables = without_singles(tables, domains)
-    return _eliminated(_steps(tuple(domains), tuple(table.scope for table in tables), limit), tables, domains)
+    return _eliminated(_steps(tuple(domains), tuple(table.scope for table in tables), limit), tables)
 
 
 def work(
@@ -196,24 +179,25 @@ class Reduced:
         return found
 
 
-def _eliminated(order: _Eliminations, tables: Sequence[Table], domains: Sequence[int]) -> Reduced:
+def _eliminated(steps: _Eliminations, tables: Sequence[Table]) -> Reduced:
     total = sum(float(table.costs) for table in tables if not table.scope)
     every, found = [table.costs for table in tables], []
     # Cached by the identity of the tables, which are held, and by the places of variables in them: their sizes are the
     # tables' own.
     known: dict[Hashable, tuple[tuple[Costs, ...], Costs]] = {}
-    for step in order.steps:
+    for step in steps.steps:
         touching = tuple([every[number] for number in step.tables])
         made_of = step.kind, *map(id, touching)
         if (made := known.get(made_of)) is None:
-            of = [Table(scope, costs) for scope, costs in zip(step.scopes, touching, strict=True)]
-            made = known[made_of] = touching, _least(of, (step.variable, *step.neighbours), domains)
+            order = step.variable, *step.neighbours
+            of = (Table(scope, costs) for scope, costs in zip(step.scopes, touching, strict=True))
+            made = known[made_of] = touching, min_sum([aligned(table, order) for table in of])
         found.append(made[0])
         every.append(made[1])
         if not step.neighbours:
             total += float(made[1])
-    left = [Table(scope, every[number]) for number, scope in order.left]
-    return Reduced(total, tuple(left), order.steps, tuple(found))
+    left = [Table(scope, every[number]) for number, scope in steps.left]
+    return Reduced(total, tuple(left), steps.steps, tuple(found))
 
 
 def _best(step: _Elimination, summed: Sequence[Costs], picked: Sequence[int]) -> int:
@@ -393,30 +377,3 @@ def _steps(domains: tuple[int, ...], scopes: tuple[tuple[int, ...], ...], limit:
     gone = {number for step in found for number in step.tables}
     left = tuple((number, scope) for number, scope in enumerate(every) if scope and number not in gone)
     return _Eliminations(tuple(found), left, wider)
-
-
-def _least(tables: Sequence[Table], order: tuple[int, ...], domains: Sequence[int]) -> Costs:
-    """The sum of the tables at the best value of the first variable of ``order``, by those of the others."""
-    entries = math.prod([domains[v] for v in order])
-    at = next((i for i, v in enumerate(order) if i and domains[v] > 1), None)
-    if at is None or entries <= SLAB:
-        return np.asarray(join(tables, order, domains).min(axis=0))
-    size = domains[order[at]]
-    rows = max(1, SLAB * size // entries)
-    slabs = [_slab(tables, order, domains, at, slice(i, min(i + rows, size))) for i in range(0, size, rows)]
-    if entries <= MANY:
-        found = [_least(*slab) for slab in slabs]
-    else:
-        with thread_pool(len(os.sched_getaffinity(0))) as pool:  # numpy lets others compute meanwhile
-            found = [*pool.map(lambda slab: _least(*slab), slabs)]
-    return np.concatenate(found, axis=at - 1)
-
-
-def _slab(
-    tables: Sequence[Table], order: tuple[int, ...], domains: Sequence[int], at: int, some: slice
-) -> tuple[list[Table], tuple[int, ...], list[int]]:
-    """Return the table for some values of a variable."""
-    variable, sizes = order[at], [*domains]
-    sizes[variable] = some.stop - some.start
-    cut = [Table(t.scope, t.costs[tuple(some if v == variable else slice(None) for v in t.scope)]) for t in tables]
-    return cut, order, sizes

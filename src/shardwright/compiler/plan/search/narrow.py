@@ -43,7 +43,7 @@ EARLY = 16  # before bounds are asked variables are eliminated by tables so many
 ROUNDS = 10
 MOST_WORK = 1e10
 """So many entries are added up at most, which takes some twenty seconds."""
-LITTLE_WORK = 3e8  # what takes less time than to look for what can be left out
+LITTLE_WORK = 5e9  # what takes less time than to look for what can be left out
 FEWER = 0.5  # where a round leaves more than this share of the work, the rest is done
 FIRST_ROUNDS = 3  # which may leave the gap as it is, where it is to be the smallest
 WIDER = 16  # where single values are tried tables may be so many times larger

@@ -1,9 +1,10 @@
 """The problem of `shardwright.compiler.plan` as tables over discrete variables, and a cache of their costs.
 
-Besides the strategy of every operator and the layout of every free leaf, each value with several readers has a *shared
-target*: the redistribution that they have in common and that is made once. Transfers alone would charge the gradient
-reduction of a transformer's hidden state three times, for q, k and v. A value that would share two different targets is
-charged too much for the second: the objective is then an upper bound of the plan's cost, else it is equal to it.
+Besides the strategy of every operator and the layout of every free leaf, each value with more than two readers has a
+*shared target*: the redistribution that they have in common and that is made once. Transfers alone would charge the
+gradient reduction of a transformer's hidden state three times, for q, k and v. A value that would share two different
+targets is charged too much for the second: the objective is then an upper bound of the plan's cost, else it is equal to
+it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from shardwright.compiler.plan.pricing.graph import RuledGraph, Target, Use, eac
 from shardwright.compiler.plan.pricing.pairs import pairs_on
 from shardwright.compiler.plan.search.bounds import WarmStart
 from shardwright.compiler.plan.search.choices import Space
-from shardwright.compiler.plan.search.exact import Costs, Indices, Minimum, Table, among, cost_at
+from shardwright.compiler.plan.search.exact import Indices, Minimum, Table, among, cost_at
+from shardwright.compiler.plan.search.min_sum import Costs
 from shardwright.compiler.plan.search.narrow import ENOUGH, least
 from shardwright.compiler.rules.notation import Strategy
 from shardwright.errors import PlanError
@@ -118,14 +120,20 @@ class CostCache:
             self._leaves[key] = np.array([self.objective.leaf(value, layout, self.mesh) for layout in layouts])
         return self._leaves[key]
 
-    def edges(self, facts: Value, layouts: tuple[Layout, ...], demanded: Sequence[tuple[Target, ...]]) -> EdgeTables:
-        """Return the cost of a value from each layout to each target, of which each consumer has some ``demanded``."""
-        key = _alike(facts), self._identity(layouts), tuple(self._identity(targets) for targets in demanded)
+    def edges(
+        self, facts: Value, layouts: tuple[Layout, ...], demanded: Sequence[tuple[Target, ...]], *, differ: bool
+    ) -> EdgeTables:
+        """Return the cost of a value from each layout to each target, of which each consumer has some ``demanded``.
+
+        Args:
+            differ: whether no consumer is another, too, which demands two targets.
+        """
+        key = _alike(facts), self._identity(layouts), tuple(self._identity(targets) for targets in demanded), differ
         if key not in self._edges:
             kinds, targets = tuple(dict.fromkeys(layouts)), tuple(dict.fromkeys(itertools.chain(*demanded)))
             at = {layout: i for i, layout in enumerate(kinds)}
             costs = self.array(facts, kinds, targets)[[at[layout] for layout in layouts]]
-            self._edges[key] = _edges(costs, targets, demanded)
+            self._edges[key] = _edges(costs, targets, demanded, differ)
         return self._edges[key]
 
     def array(self, facts: Value, layouts: tuple[Layout, ...], targets: tuple[Target, ...]) -> Costs:
@@ -159,37 +167,42 @@ def _alike(facts: Value) -> Hashable:
 
 @dataclass(frozen=True)
 class EdgeTables:
-    """The tables of a value: over its producer and each consumer, and where a target is shared, over the hub, too.
+    """The tables of a value: over its producer and each consumer, and where a target is shared, over more.
 
-    Consumers cannot see which target another demands. A variable between them, the hub, settles which target is paid
-    for once; who demands that one pays nothing, every other pays for itself.
+    Of two consumers one table says it all: where both demand the same target, it is paid for once. Of more, none can
+    see which target another demands. A variable between them, the hub, settles which target is paid for once; who
+    demands that one pays nothing, every other pays for itself.
     """
 
-    hub: Costs | None  # producer x hub; the hub's last choice: nothing is shared
     consumers: tuple[Costs, ...]  # producer x consumer, or producer x consumer x hub
+    both: Costs | None = None  # producer x consumer x other consumer, in the place of all others
+    hub: Costs | None = None  # producer x hub; the hub's last choice: nothing is shared
     shared: tuple[Target, ...] = ()  # what each choice of the hub but the last stands for
 
 
-def _edges(costs: Costs, targets: Sequence[Target], demanded: Sequence[tuple[Target, ...]]) -> EdgeTables:
+def _edges(costs: Costs, targets: Sequence[Target], demanded: Sequence[tuple[Target, ...]], differ: bool) -> EdgeTables:
     """The tables for a value whose way to each target costs ``costs``, by the producer's choices."""
     column = {target: at for at, target in enumerate(targets)}
     columns = [np.array([column[target] for target in of]) for of in demanded]
     shared = _shareable(costs, columns)
-    if not shared:
-        return EdgeTables(None, tuple(costs[:, at] for at in columns))
+    if shared and differ and len(columns) == 2 and len(costs) * math.prod(map(len, columns)) <= SHARING_LIMIT:
+        one, other = columns
+        alike = one[:, None] == other  # consumer x other consumer
+        return EdgeTables((), costs[:, one, None] + np.where(alike, 0.0, costs[:, None, other]))
+    widest = max((len(consumer) for consumer in columns), default=0)
+    if not shared or len(costs) * widest * (len(shared) + 1) > SHARING_LIMIT:
+        return EdgeTables(tuple(costs[:, at] for at in columns))
     free = [at[:, None] == np.array([*shared, -1]) for at in columns]  # consumer x hub
     cubes = (np.where(f[None], 0.0, costs[:, at][:, :, None]) for at, f in zip(columns, free, strict=True))
     hub = np.concatenate([costs[:, shared], np.zeros((len(costs), 1))], axis=1)
-    return EdgeTables(hub, tuple(cubes), tuple(targets[at] for at in shared))
+    return EdgeTables(tuple(cubes), None, hub, tuple(targets[at] for at in shared))
 
 
 def _shareable(costs: Costs, columns: Sequence[npt.NDArray[np.intp]]) -> list[int]:
     """The columns of targets that at least two consumers may demand and that may cost something."""
     demanded = [int(at) for consumer in columns for at in dict.fromkeys(consumer.tolist())]
     finite = np.where(np.isfinite(costs), costs, 0.0).max(axis=0)
-    shared = [at for at in dict.fromkeys(demanded) if demanded.count(at) > 1 and finite[at] > 0]
-    widest = max((len(consumer) for consumer in columns), default=0)
-    return shared if len(costs) * widest * (len(shared) + 1) <= SHARING_LIMIT else []
+    return [at for at in dict.fromkeys(demanded) if demanded.count(at) > 1 and finite[at] > 0]
 
 
 Solution = tuple[float, dict[str, Strategy], dict[str, Layout]]
@@ -233,6 +246,8 @@ class Problem:
             self.tables.append(Table((self.leaf_variables[name],), costs))
         self.hubs: dict[str, tuple[int, tuple[Target, ...]]] = {}
         """The hubs by the values that they share: the variable, and the targets that its choices stand for."""
+        self.shared_by_two: set[str] = set()
+        """The values whose two consumers pay once where they demand the same target."""
         for value in graph.capture.values if values is None else values:
             if value in self.leaf_variables or graph.producers[value][0].name in nodes:
                 self._add_transfers(value)
@@ -344,13 +359,19 @@ class Problem:
         if not consumers:
             return
         facts = self.space.graph.capture.values[value]
-        edges = self.known.edges(facts, layouts, [targets for _, targets in consumers])
+        variables = [variable for variable, _ in consumers]
+        differ = len({*variables, producer}) == len(variables) + 1
+        edges = self.known.edges(facts, layouts, [targets for _, targets in consumers], differ=differ)
+        if edges.both is not None:
+            self.shared_by_two.add(value)
+            self.tables.append(Table((producer, *variables), edges.both))
+            return
         hub: tuple[int, ...] = ()
         if edges.hub is not None:
             hub = (self._variable(edges.hub.shape[1]),)
             self.hubs[value] = hub[0], edges.shared
             self.tables.append(Table((producer, *hub), edges.hub))
-        for (variable, _), costs in zip(consumers, edges.consumers, strict=True):
+        for variable, costs in zip(variables, edges.consumers, strict=True):
             self.tables.append(Table((producer, variable, *hub), costs))
 
     def _add_output(self, value: str, producer: int, layouts: tuple[Layout, ...]) -> None:

@@ -22,7 +22,8 @@ from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.plan.pricing.cost import once_more
 from shardwright.compiler.plan.pricing.graph import Target
 from shardwright.compiler.plan.pricing.memory import Block, SavedTensors, local_bytes, moved_inside
-from shardwright.compiler.plan.search.exact import Costs, Table
+from shardwright.compiler.plan.search.exact import Table
+from shardwright.compiler.plan.search.min_sum import Costs
 from shardwright.compiler.plan.search.problem import Problem
 
 
@@ -111,7 +112,7 @@ class Recomputing:
             hub, shared = problem.hubs[value]
             yield self.once_more(variable, (producer, hub), self._way(facts, layouts, shared, given, free=True))
             return
-        for reader, targets in problem.consumers(value):
+        for reader, targets in problem.consumers(value)[: 1 if value in problem.shared_by_two else None]:
             yield self.once_more(variable, (producer, reader), self._way(facts, layouts, targets, given))
 
     def _way(

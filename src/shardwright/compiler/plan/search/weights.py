@@ -28,7 +28,8 @@ from shardwright.compiler.plan.pricing.cost import once_more
 from shardwright.compiler.plan.pricing.graph import Target, Use
 from shardwright.compiler.plan.pricing.memory import Block, OptimizerStates, SavedTensors, local_bytes
 from shardwright.compiler.plan.pricing.pairs import MoveFlags
-from shardwright.compiler.plan.search.exact import Costs, Table, cost_at
+from shardwright.compiler.plan.search.exact import Table, cost_at
+from shardwright.compiler.plan.search.min_sum import Costs
 from shardwright.compiler.plan.search.problem import Problem
 from shardwright.compiler.plan.search.recomputing import Recomputing
 from shardwright.compiler.rules.notation import Strategy

@@ -1,0 +1,115 @@
+"""The minimum over one variable of a sum of tables, of which eliminations consist.
+
+    least[y, z]  =  minimum over x of  A[x, y] + B[x, y, z] + ...
+
+Of each value of x the last sum and the minimum go over all entries: in parts that a processor's cache holds, and on all
+cores where there are many. What mentions few variables is added up before.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwright.common.threads import thread_pool
+
+Costs = npt.NDArray[np.float64]
+
+FEW = 1 << 18  # entries that are added up at once
+SLAB = 1 << 17  # entries of the result that are made at a time, which a processor's caches hold
+MANY = 1 << 22  # entries that all cores add up
+
+
+def min_sum(summands: Sequence[Costs]) -> Costs:
+    """Return the least of the sum of some arrays over their first dim.
+
+    Args:
+        summands: arrays of equally many dims, each as long in all of them or 1.
+
+    Example:
+        >>> min_sum([np.array([[0.0], [5.0]]), np.array([[3.0, 9.0], [1.0, 2.0]])])
+        array([3., 7.])
+    """
+    shape = np.broadcast_shapes(*(of.shape for of in summands))
+    if math.prod(shape) <= FEW or len(shape) == 1:
+        return np.asarray(sum(sorted(summands, key=np.size)).min(axis=0))  # type: ignore[union-attr]
+    summands = _without_narrower(summands)
+    dims = _order(summands)
+    ordered = [np.ascontiguousarray(of.transpose(dims)) for of in summands]
+    least = np.empty([shape[dim] for dim in dims[1:]])
+
+    def work_out(slab: tuple[slice, ...]) -> None:
+        _work_out([of[(slice(None), *_within(of.shape[1:], slab))] for of in ordered], least[slab])
+
+    slabs = _slabs(least.shape, SLAB)
+    if math.prod(shape) <= MANY:
+        for slab in slabs:
+            work_out(slab)
+    else:
+        with thread_pool(len(os.sched_getaffinity(0))) as pool:  # numpy lets others compute meanwhile
+            for _ in pool.map(work_out, slabs):
+                pass
+    return np.ascontiguousarray(least.transpose(np.argsort(dims[1:])))
+
+
+def _without_narrower(summands: Sequence[Costs]) -> list[Costs]:
+    """Return as few arrays of the same sum, none of which mentions only what another does; the smallest first."""
+    found: list[Costs] = []
+    for of in sorted(summands, key=np.size, reverse=True):
+        wider = [i for i, other in enumerate(found) if np.broadcast_shapes(of.shape, other.shape) == other.shape]
+        if wider:
+            found[wider[0]] = found[wider[0]] + of
+        else:
+            found.append(of)
+    return found[::-1]
+
+
+def _order(summands: Sequence[Costs]) -> list[int]:
+    """Return the order of the dims in which the inner loops are long: those of the largest array alone come last."""
+    *others, largest = summands
+    common = np.broadcast_shapes(*(of.shape for of in others)) if others else (1,) * largest.ndim
+
+    def place(dim: int) -> tuple[int, int]:
+        return (largest.shape[dim] > 1) * (1 + (common[dim] == 1)), largest.shape[dim]
+
+    return [0, *sorted(range(1, largest.ndim), key=place)]
+
+
+def _slabs(shape: tuple[int, ...], most: int) -> Iterator[tuple[slice, ...]]:
+    """Yield parts of an array, which have ``most`` entries or fewer."""
+    if math.prod(shape) <= most:
+        yield tuple(slice(None) for _ in shape)
+        return
+    rest = math.prod(shape[1:])
+    rows = max(1, most // rest)
+    for start in range(0, shape[0], rows):
+        for part in _slabs(shape[1:], min(most, rest)):
+            yield slice(start, start + rows), *part
+
+
+def _within(shape: tuple[int, ...], slab: tuple[slice, ...]) -> tuple[slice, ...]:
+    """Return the part of an array of this shape that belongs to a part of the result."""
+    return tuple(part if size > 1 else slice(None) for size, part in zip(shape, slab, strict=True))
+
+
+def _work_out(summands: Sequence[Costs], least: Costs) -> None:
+    """Write the least of the sum into ``least``."""
+    narrow, *rest = summands
+    while len(rest) > 1 and math.prod(np.broadcast_shapes(narrow.shape, rest[0].shape)[1:]) < least.size:
+        narrow = narrow + rest.pop(0)
+    if not rest:
+        narrow.min(axis=0, out=least)
+        return
+    total = least
+    for value in range(len(narrow)):
+        np.add(narrow[value], rest[0][value], out=total)
+        for more in rest[1:]:
+            np.add(total, more[value], out=total)
+        if value:
+            np.minimum(least, total, out=least)
+        else:
+            total = np.empty_like(least)
