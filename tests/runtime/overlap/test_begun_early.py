@@ -21,6 +21,7 @@ from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.mesh.simulate import SimulatedCommunicator, simulate
 from shardwright.compiler.plan.baselines import data_parallel, fully_sharded
+from shardwright.compiler.plan.pricing.cost import ON_THE_WAY
 from shardwright.compiler.plan.pricing.graph import RuledGraph
 from shardwright.compiler.plan.request import PlanRequest
 from shardwright.compiler.plan.search.choices import casting_shards
@@ -167,7 +168,8 @@ class Products(TorchDispatchMode):
 
 
 def test_products_run_between_the_begin_and_the_end(monkeypatch):
-    events = []
+    """No more gradients are under way than twice those of a layer."""
+    events, sizes = [], []
     for kind in ("all_gather", "reduce_scatter"):
         start = getattr(SimulatedCommunicator, f"start_{kind}")
 
@@ -175,6 +177,7 @@ def test_products_run_between_the_begin_and_the_end(monkeypatch):
             wait, mine = start(self, tensor, axes), events if self.rank == 0 else []
             number = sum(event[0] == f"begin {kind}" for event in mine if event != "product")
             mine.append((f"begin {kind}", number))
+            sizes.extend([tensor.nbytes] if kind == "reduce_scatter" and self.rank == 0 else [])
             return lambda: (mine.append((f"end {kind}", number)), wait())[1]
 
         monkeypatch.setattr(SimulatedCommunicator, f"start_{kind}", told)
@@ -197,11 +200,15 @@ def test_products_run_between_the_begin_and_the_end(monkeypatch):
             between = events[events.index(event) : events.index((f"end {kind}", event[1]))]
             beside += "product" in between
         assert beside >= len(begun) - 2, f"only {beside} of {len(begun)} of {kind} run beside a product"
-    under_way = most = 0
-    for event in events:
-        under_way += {"begin reduce_scatter": 1, "end reduce_scatter": -1}.get(event[0], 0)
-        most = max(most, under_way)
-    assert most == 2
+    under_way, most_bytes = [], 0
+    for what, *number in (event for event in events if event != "product"):
+        if what == "begin reduce_scatter":
+            under_way += number
+        elif what == "end reduce_scatter":
+            under_way.remove(*number)
+        most_bytes = max(most_bytes, sum(sizes[i] for i in under_way))
+    layer_bytes = sum(parameter.nbytes for parameter in model.layers[0].parameters())
+    assert max(sizes) < most_bytes <= ON_THE_WAY * layer_bytes
 
 
 def test_the_backward_gathers_the_weights_of_the_next_section_ahead(monkeypatch):

@@ -10,9 +10,10 @@ A program that `begin_early` was given reads
 Each all-gather begins as late as lets it end in time, if the link does one after the other, by the seconds that the
 plan's hardware gives operators and collectives; and at least behind the all-gather before it. Without hardware it
 begins there. It never begins between two operators of which no collective is between, so that stretches stay as they
-are. The sum of its gradients is begun by its backward, and waited for behind the backward of the all-gather before it:
-of a network that is a chain, two are under way at most. What the backward gathers again it begins when it comes to the
-section behind (`shardwright.runtime.programs.resharded`).
+are. The sum of its gradients is begun by its backward, and waited for behind the backward of an all-gather before it:
+of the last by which the link has made it, or of the one next to it, where no more is under way than twice what a layer
+gathers. What the backward gathers again it begins when it comes to the section behind
+(`shardwright.runtime.programs.resharded`).
 
 The order of all that is begun stands in the program, which is alike on all ranks.
 
@@ -37,7 +38,7 @@ from shardwright.compiler.lower.program import Instruction, LocalProgram, unused
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.mesh.redistribute import Collective
 from shardwright.compiler.plan.plan import Plan
-from shardwright.compiler.plan.pricing.cost import Seconds
+from shardwright.compiler.plan.pricing.cost import BACKWARD, ON_THE_WAY, Seconds
 from shardwright.compiler.rules.table import row_of
 
 # How many all-gathers may be under way before the first of them is waited for, as memory allows: any, down to one.
@@ -47,15 +48,15 @@ _AHEAD = (1 << 30, 8, 4, 2, 1)
 def begin_early(program: LocalProgram, plan: Plan) -> LocalProgram:
     """Begin all-gathers of parameters as early as they need, and as far as memory allows.
 
-    That is the plan's limit of memory or, without one, what the program takes anyway and twice a layer's parameters
-    more: once for what is gathered early, and once for gradients that are scattered.
+    That is the plan's limit of memory or, without one, what the program takes anyway and three times a layer's
+    parameters more: once for what is gathered early, and the rest for gradients that are scattered.
     """
     gathers, regathers = list(_gathers(program)), any(one.regathers for one in program.instructions)
     if not (gathers or regathers):
         return program
     limit_bytes = plan.memory
     if limit_bytes is None:
-        limit_bytes = _peak_bytes(plan, program) + 2 * _layer_bytes(gathers, program)
+        limit_bytes = _peak_bytes(plan, program) + (1 + ON_THE_WAY) * _layer_bytes(gathers, program)
     for prefetches, ahead in itertools.product((True, False) if regathers else (False,), _AHEAD):
         found = dataclasses.replace(_Moving(program, plan, gathers, ahead).program(), prefetches=prefetches)
         if _peak_bytes(plan, found) <= limit_bytes:
@@ -142,7 +143,10 @@ def _layer_bytes(gathers: Sequence[_Gather], program: LocalProgram) -> int:
 
 
 class _Moving:
-    """The program with the all-gathers begun, no more than ``ahead`` of them before the first is waited for."""
+    """The program with the all-gathers begun, no more than ``ahead`` of them before the first is waited for.
+
+    So many sums of gradients, too, are under way at most.
+    """
 
     def __init__(self, program: LocalProgram, plan: Plan, gathers: Sequence[_Gather], ahead: int) -> None:
         self._program, self._instructions, self._ahead = program, program.instructions, ahead
@@ -161,7 +165,7 @@ class _Moving:
         ended: dict[int, Instruction] = {}
         moved: set[int] = set()
         lates: list[dict[str, str]] = []
-        for last, gather in zip((None, *self._gathers), self._gathers, strict=False):
+        for last, gather in zip(self._waited_behind(), self._gathers, strict=True):
             lates.append({})
             receivers = gather.receivers
             if last is not None and receivers and all(name in self._given for name in receivers):
@@ -193,6 +197,34 @@ class _Moving:
         """Return a cast of the parameter as it is stored."""
         cast = self._instructions[maker]
         return cast.reading(cast.reads[0], gather.stored[cast.reads[0]])
+
+    def _waited_behind(self) -> list[_Gather | None]:
+        """Return for each all-gather the one behind whose backward its sums of gradients are waited for; None of one.
+
+        It is the last of those before it by whose backward the link has made all sums so far, one after the other, if
+        no more of them are under way there than there may be; else the one next to it.
+        """
+        gathers, most_bytes = self._gathers, ON_THE_WAY * _layer_bytes(self._gathers, self._program)
+        sizes = [gather.collective(self._program.mesh).bytes if gather.receivers else 0 for gather in gathers]
+        begin_s = [BACKWARD * (self._done_s[-1] - self._done_s[gather.at]) for gather in gathers]
+        found: list[_Gather | None] = []
+        end_s = 0.0
+        for number in reversed(range(len(gathers))):
+            end_s = max(end_s, begin_s[number]) + (self._takes_s(gathers[number]) if sizes[number] else 0.0)
+            last, under_way = number - 1, sizes[number] + sizes[number - 1]
+            while last > 0 and begin_s[last] < end_s and number - last < self._ahead:
+                last, under_way = last - 1, under_way + sizes[last - 1]
+                if under_way > most_bytes:
+                    last += 1
+                    break
+            found.append(gathers[last] if number else None)
+        return found[::-1]
+
+    def _takes_s(self, gather: _Gather) -> float:
+        """Return the seconds of an all-gather, or of the sum of its gradients; none where they are not known."""
+        if self._objective is None:
+            return 0.0
+        return self._objective.collective(gather.collective(self._program.mesh), self._program.mesh)
 
     def _late_place(self, last: _Gather, gather: _Gather) -> tuple[int, str]:
         """Return before which instruction a gather's sums are waited for, and the block of that place."""
@@ -242,10 +274,7 @@ class _Moving:
         found: list[float] = []
         following_s = self._done_s[-1]
         for gather in reversed(gathers):
-            takes_s = 0.0
-            if self._objective is not None:
-                takes_s = self._objective.collective(gather.collective(self._program.mesh), self._program.mesh)
-            following_s = min(self._done_s[gather.at], following_s) - takes_s
+            following_s = min(self._done_s[gather.at], following_s) - self._takes_s(gather)
             found.append(following_s)
         return found[::-1]
 

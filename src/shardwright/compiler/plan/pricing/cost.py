@@ -178,6 +178,7 @@ def together_bytes(moved: Sequence[tuple[Value, Step]], mesh: Mesh) -> int:
 
 
 BACKWARD = 2  # a backward costs about two forwards
+ON_THE_WAY = 2  # gradients that are scattered at once, as bytes: so many times those of a layer's parameters
 
 
 class Objective(Protocol):

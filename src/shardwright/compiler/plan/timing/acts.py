@@ -4,8 +4,9 @@ Programs join the gradients of replicated parameters into buckets, begin to redu
 and wait for them at the end of the backward. Where the hardware prefetches (`Hardware.prefetches`), they also begin the
 all-gathers of sharded parameters, and of casts of them, before they are needed: in the forward, as long before as it
 takes; in the backward, when it comes to what needs the one before; in a block that is recomputed, not before the block.
-Their gradients begin to be reduced and scattered when they are there; each of these is waited for once the next one has
-begun. Whatever else is communicated, of activations and inside operators, is waited for at once.
+Their gradients begin to be reduced and scattered when they are there; each of these is waited for when it is done, or
+once no more may be under way. Whatever else is communicated, of activations and inside operators, is waited for at
+once.
 
 This is what `shardwright.compiler.lower.early` makes of programs where memory allows.
 """
@@ -18,12 +19,12 @@ from functools import cached_property
 
 from shardwright.compiler.capture.ir import Node
 from shardwright.compiler.plan.decisions import Transfer
-from shardwright.compiler.plan.pricing.cost import EnteringParameter, entering_alike, in_buckets, once_more
+from shardwright.compiler.plan.pricing.cost import ON_THE_WAY, EnteringParameter, entering_alike, in_buckets, once_more
 from shardwright.compiler.plan.pricing.memory import Block, Blocks, local_bytes
 from shardwright.compiler.plan.timing.costs import Communication, Costs
 from shardwright.compiler.plan.timing.time_line import Act, Begun, Stream, Work, awaits, begins, does, with_prefetch
 
-ON_THE_WAY = 2  # gradients that are scattered at once: each is as large as its whole parameter
+AHEAD = 2  # parameters that are gathered before their turn, as bytes: so many times those of a layer
 NOTHING_S = 1e-12  # what is left of a difference of equal seconds
 Moving = tuple[Transfer, Communication]
 
@@ -49,15 +50,15 @@ class StepActs:
         for node in self._plan.capture.nodes:
             block = self._plan.block_of.get(node.name, "")
             if block != before:
-                acts, inside = [*acts, *with_prefetch(inside, self._most_bytes)], []
+                acts, inside = [*acts, *with_prefetch(inside, AHEAD * self._most_bytes)], []
             before, coming = block, self._coming[node.name]
             acts += self._all_brought([of for of in coming if self._plan.block_of_transfer(of[0]) != block], node)
             coming = [of for of in coming if self._plan.block_of_transfer(of[0]) == block]
             (inside if block else acts).extend(self._once(node, coming, backward=False))
-        acts += with_prefetch(inside, self._most_bytes)
+        acts += with_prefetch(inside, AHEAD * self._most_bytes)
         for moving in self._coming[""]:
             acts += self._brought(moving, "", backward=False)
-        return with_prefetch(acts, self._most_bytes)
+        return with_prefetch(acts, AHEAD * self._most_bytes)
 
     def _all_brought(self, coming: Sequence[Moving], node: Node) -> Iterator[Act]:
         for moving in coming:
@@ -106,7 +107,7 @@ class StepActs:
 
     @cached_property
     def _most_bytes(self) -> int:
-        """The most that parameters take which were gathered before their turn: those of a layer, or the largest."""
+        """The bytes of the parameters of a layer that are gathered, or of the largest."""
         sizes = {
             name: [self._made_bytes(transfer) for transfer, _ in coming if self._early_s(transfer)[0]]
             for name, coming in self._coming.items()
@@ -160,7 +161,7 @@ class StepActs:
                 acts += self._once(node, coming, backward=True)
             else:
                 acts += (act for each in coming for act in self._brought(each, node.name, backward=True))
-        return with_prefetch(acts, self._most_bytes)
+        return with_prefetch(acts, AHEAD * self._most_bytes)
 
     def _reduced(self, moving: Moving, operator: str) -> Iterator[Act]:
         """Yield how the gradient of a value is brought back, once the first operator that needs the value has it."""
@@ -172,10 +173,15 @@ class StepActs:
         late_s = self._early_s(transfer)[1]
         yield from _some("communicating", True, operator, moved.gradient_s - late_s)
         if late_s:
-            self._on_the_way.append(Begun(Work("communicating", True, operator, late_s)))
-            yield begins(self._on_the_way[-1])
-            if len(self._on_the_way) == ON_THE_WAY:
+            late = Begun(Work("communicating", True, operator, late_s), self._made_bytes(transfer))
+            self._on_the_way.append(late)
+            yield begins(late)
+            while len(self._on_the_way) > 1 and self._bytes_on_the_way() > ON_THE_WAY * self._most_bytes:
                 yield awaits(self._on_the_way.popleft())
+
+    def _bytes_on_the_way(self) -> int:
+        """Return the bytes of the gradients that may be under way."""
+        return sum(begun.bytes for begun in self._on_the_way)
 
     @cached_property
     def _buckets(self) -> Mapping[int, float]:
