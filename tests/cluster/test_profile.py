@@ -12,7 +12,7 @@ import pytest
 import shardwright as sw
 from ranks import run_ranks
 from shardwright.cluster.bench import overheads
-from shardwright.cluster.bench.device import DeviceSpeeds
+from shardwright.cluster.bench.device import DeviceSpeeds, _attention
 from shardwright.cluster.bench.profile import measure_links
 from shardwright.cluster.bench.profile_fit import fit
 from shardwright.compiler.plan.pricing.links import Curve, Segment
@@ -57,22 +57,27 @@ def test_points_that_make_no_curve(points):
 
 
 def beside():
-    """On a rank of two: what a step takes beside operators, where these take nothing, and where they take minutes."""
+    """On a rank of two: what a step takes beside operators, where these take nothing, and where they take minutes.
+
+    And the speed of attention beside products that are as fast as no CPU is.
+    """
     world = sw.init("gloo")
     found = overheads.measure_overheads(world, DeviceSpeeds((("float32", 1e18),), 1e18, 1e-12, 1.0))
-    return found, overheads._around_s(world, DeviceSpeeds((("float32", 1e18),), 1e18, 60.0, 1.0))
+    nothing_s = overheads._around_s(world, DeviceSpeeds((("float32", 1e18),), 1e18, 60.0, 1.0))
+    return found, nothing_s, _attention(world.device, {"float32": 1e18})
 
 
 def test_what_a_step_takes_beside_its_operators_is_measured():
     """What operators take is no part of it."""
     both = run_ranks(2, beside)
     assert both[0] == both[1]
-    found, nothing_s = both[0]
+    found, nothing_s, attention = both[0]
     assert [known.per_entry for known in found.updates] == [0, 1, 2]
     assert all(known.bandwidth > 0 and known.parameter_s > 0 for known in found.updates)
     assert found.around_s > 0
     assert found.split_s >= 0
     assert nothing_s == 0
+    assert 0 < attention < 1e-3
 
 
 @pytest.mark.slow

@@ -115,6 +115,7 @@ def broken(path, value):
         (broken(["updates"], [{"per_entry": -1, "bandwidth": 1}]), r"updates\[0\].per_entry is -1; expected a number"),
         (broken(["updates"], [{"per_entry": 1, "bandwidth": 0}]), "bandwidth is 0.0; expected a number above 0"),
         (broken(["updates"], [{"per_entry": 1}]), r"updates\[0\] lacks bandwidth"),
+        (broken(["attention"], 0), "attention is 0.0; expected a number above 0"),
         (broken(["at_once"], 1.5), "at_once is 1.5; expected a number from 0 to 1"),
         (broken(["hides_gradients"], "some"), "hides_gradients is 'some', expected a number"),
         (broken(["links", 0, "where"], "beside"), r"links\[0\].where is 'beside', expected 'inside' or 'between'"),

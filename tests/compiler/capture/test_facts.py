@@ -3,6 +3,7 @@
 import pytest
 import torch
 from graph_models import cases
+from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardwright.compiler.capture.capture import capture
@@ -42,3 +43,16 @@ def test_bytes():
     assert bytes_moved(node(captured, "aten.embedding"), captured) == 8 * (2 * 8 + 2 * 2 * 8 * 16)
     assert bytes_moved(node(captured, "aten.transpose"), captured) == 0
     assert torch.float64.itemsize == 8
+
+
+@pytest.mark.parametrize(
+    ("dtype", "each"),
+    [(torch.float32, 4 + 4), (torch.float64, 8 + 8), (torch.bfloat16, (2 + 4) + (4 + 4))],
+)
+def test_a_cross_entropy_writes_the_log_probabilities_of_all_classes_that_its_backward_reads(dtype, each):
+    """Logits of half precision are cast to float32 before."""
+    model, batch = torch.nn.Linear(4, 32, bias=False).to(dtype), torch.ones(8, 4, dtype=dtype)
+    target = torch.zeros(8, dtype=torch.int64)
+    captured = capture(model, lambda model, x: F.cross_entropy(model(x[0]), x[1], reduction="sum"), (batch, target))
+    loss = node(captured, "aten.cross_entropy")
+    assert bytes_moved(loss, captured) == 8 * 32 * each + 8 * 8 + dtype.itemsize

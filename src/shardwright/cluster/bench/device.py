@@ -7,8 +7,9 @@ backward together: priced with it, both come out as they were measured.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shardwright.cluster.bench.stopwatch import beyond_caches, cache_bytes, synchronize, took_s
-from shardwright.compiler.plan.pricing.cost import BACKWARD
+from shardwright.compiler.plan.pricing.cost import BACKWARD, BACKWARD_OF_ATTENTION
 from shardwright.distributed.agreement import from_all_ranks
 
 _TIMES = 1 + BACKWARD
@@ -33,13 +34,15 @@ class DeviceSpeeds:
     memory_bandwidth: float
     launch_s: float
     at_once: float
+    attention: float = 1.0
 
 
 def measure_device(device: torch.device) -> DeviceSpeeds:
     """Return the figures of the slowest rank. All ranks call this together."""
     flops = tuple((str(dtype).removeprefix("torch."), _flops(device, dtype)) for dtype in _dtypes(device))
     bandwidth, launch_s = _memory_bandwidth(device), _launch_s(device)
-    return DeviceSpeeds(flops, bandwidth, launch_s, _at_once(device, dict(flops)["float32"], bandwidth))
+    at_once = _at_once(device, dict(flops)["float32"], bandwidth)
+    return DeviceSpeeds(flops, bandwidth, launch_s, at_once, _attention(device, dict(flops)))
 
 
 def memory_of(device: torch.device) -> tuple[int, int]:
@@ -69,11 +72,17 @@ def slowest_s(run: Callable[[], object], device: torch.device, calls: int = _CAL
     return float(statistics.median(max(call) for call in zip(*from_all_ranks(mine), strict=True)))
 
 
-def _forward_s(network: Callable[..., Tensor], leaves: Sequence[Tensor], device: torch.device) -> float:
-    """Return the part of a forward with its backward that the planner counts as the forward of ``network``."""
+def _forward_s(
+    network: Callable[..., Tensor], leaves: Sequence[Tensor], device: torch.device, times: float = _TIMES
+) -> float:
+    """Return the part of a forward with its backward that the planner counts as the forward of ``network``.
+
+    Args:
+        times: how many forwards both count as.
+    """
     leaves = [leaf.detach().requires_grad_() for leaf in leaves]
     gradient = torch.randn_like(network(*leaves))
-    return slowest_s(lambda: torch.autograd.grad(network(*leaves), leaves, gradient), device) / _TIMES
+    return slowest_s(lambda: torch.autograd.grad(network(*leaves), leaves, gradient), device) / times
 
 
 def _dtypes(device: torch.device) -> list[torch.dtype]:
@@ -85,6 +94,17 @@ def _flops(device: torch.device, dtype: torch.dtype) -> float:
     n = 8192 if device.type == "cuda" else 512
     x, weight = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))  # equal numbers draw less power
     return 2 * n**3 / _forward_s(F.linear, [x, weight], device)
+
+
+def _attention(device: torch.device, flops: Mapping[str, float]) -> float:
+    """Return the speed of fused attention, causal as in a language model, as a share of that of products."""
+    dtype, heads, words, width = torch.float32, 4, 512, 64
+    if device.type == "cuda":
+        dtype, heads, words, width = torch.bfloat16, 64, 4096, 128
+    leaves = [torch.randn(1, heads, words, width, device=device, dtype=dtype) for _ in range(3)]
+    run = partial(F.scaled_dot_product_attention, is_causal=True)
+    took_s = _forward_s(run, leaves, device, 1 + BACKWARD_OF_ATTENTION)
+    return 2 * heads * words**2 * width / took_s / flops[str(dtype).removeprefix("torch.")]
 
 
 def _pointwise(x: Tensor, y: Tensor) -> Tensor:

@@ -129,6 +129,7 @@ def measure_hardware(
         flops=speeds.flops,
         memory_bandwidth=speeds.memory_bandwidth,
         launch_s=speeds.launch_s,
+        attention=speeds.attention,
         at_once=speeds.at_once,
         hides_gradients=hidden,
         backend=world.backend,
@@ -325,7 +326,8 @@ def report(hardware: Hardware) -> str:
     lines = [
         f"profile: {hardware.name} ({hardware.device})",
         *hardware.sources,
-        f"matrix products: {products} GFLOP/s; memory: {hardware.memory_bandwidth / 1e9:.2f} GB/s read and written; an "
+        f"matrix products: {products} GFLOP/s, fused attention {hardware.attention:.0%} of that; memory: "
+        f"{hardware.memory_bandwidth / 1e9:.2f} GB/s read and written; an "
         f"operator takes {hardware.launch_s * 1e6:.2f} us at least; {hardware.at_once:.0%} of what an operator does "
         f"goes on at once, and {hardware.hides_gradients:.0%} of reducing gradients behind the backward",
         *_beside(hardware),

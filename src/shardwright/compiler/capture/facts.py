@@ -21,14 +21,15 @@ def flops(node: Node, capture: Capture) -> int:
 
 
 def bytes_moved(node: Node, capture: Capture) -> int:
-    """Bytes that the forward reads and writes at least: every operand and result once; nothing for a view."""
+    """Return the bytes that the forward reads and writes: nothing of a view, by default all operands and results."""
     row = row_of(node.op)
     if row.view:
         return 0
     sizes = {name: capture.values[name].bytes for name in (*node.operands, *node.results)}
     if row.traffic is None:
         return sum(sizes.values())
-    return row.traffic([sizes[name] for name in node.operands], [sizes[name] for name in node.results])
+    operands, results = ([sizes[name] for name in names] for names in (node.operands, node.results))
+    return row.traffic(operands, results, capture.values[node.operands[0]].dtype.itemsize)
 
 
 def saved(node: Node, capture: Capture) -> Saved:

@@ -127,9 +127,20 @@ def recurrent(op: Operator) -> int:
     return 2 * steps * sum(math.prod(shape) for shape in op.operands[1:] if len(shape) == 2)
 
 
-def looked_up(operands_bytes: Sequence[int], results_bytes: Sequence[int]) -> int:
+def looked_up(operands_bytes: Sequence[int], results_bytes: Sequence[int], itemsize: int) -> int:
     """The bytes that a lookup moves: it reads its indices and the rows that it is asked for, not the table."""
     return operands_bytes[1] + 2 * results_bytes[0]
+
+
+def log_probabilities(operands_bytes: Sequence[int], results_bytes: Sequence[int], itemsize: int) -> int:
+    """The bytes that a cross entropy moves: it writes the log-probabilities of all classes, which its backward reads.
+
+    Logits of half precision are cast to float32 before.
+    """
+    logits_bytes, cast_bytes, wide = operands_bytes[0], 0, 4
+    if itemsize < wide:
+        cast_bytes, logits_bytes = logits_bytes * (wide + itemsize) // itemsize, logits_bytes * wide // itemsize
+    return cast_bytes + 2 * logits_bytes + sum(operands_bytes[1:]) + sum(results_bytes)
 
 
 Rule = str | Callable[[Operator], OpRule]
@@ -199,8 +210,8 @@ class Row:
     ``rule``: how it may be split, in notation or as a function that writes it; None: not at all.
     ``saves``: what it keeps for its backward; None: operands and results, and nothing where it is a view.
     ``flops``: floating-point operations of its forward, on the shapes that it is asked for.
-    ``traffic``: the bytes that its forward reads and writes, from the bytes of its operands and results; None: all
-    of them once.
+    ``traffic``: the bytes that its forward reads and writes, from those of its operands, of its results, and of an
+    entry of its first operand; None: all operands and results once.
     ``view``: its results lie in the memory of its operand, so that it computes and moves nothing.
     ``differentiable``: how many of its results, from the first on, carry a gradient; None: all that are not integers.
     ``draws``: it draws random numbers, and its rule and local form see to it that they do not depend on the split.
@@ -215,7 +226,7 @@ class Row:
     rule: Rule | None = None
     saves: Saved | Callable[[Operator], Saved] | None = None
     flops: Callable[[Operator], int] = one_per_element
-    traffic: Callable[[Sequence[int], Sequence[int]], int] | None = None
+    traffic: Callable[[Sequence[int], Sequence[int], int], int] | None = None
     view: bool = False
     differentiable: int | None = None
     draws: bool = False

@@ -213,7 +213,14 @@ _ROWS: tuple[tuple[str, Row], ...] = (
     ("mse_loss smooth_l1_loss huber_loss soft_margin_loss kl_div", Row(layers.pointwise_loss, OPERANDS)),
     ("binary_cross_entropy binary_cross_entropy_with_logits", Row(layers.pointwise_loss, OPERANDS)),
     ("l1_loss", Row(layers.pointwise_loss, Saved(internal=(InternalTensor("operand", 0),)))),
-    ("cross_entropy_loss", Row(layers.cross_entropy_loss, Saved((1, 2), (), (InternalTensor("operand", 0),)))),
+    (
+        "cross_entropy_loss",
+        Row(
+            layers.cross_entropy_loss,
+            Saved((1, 2), (), (InternalTensor("operand", 0),)),
+            traffic=facts.log_probabilities,
+        ),
+    ),
     ("nll_loss nll_loss_nd nll_loss2d", Row(layers.nll_loss, OPERANDS)),
     ("nll_loss_forward nll_loss2d_forward", Row(layers.nll_loss, Saved(None, (1,)), differentiable=1)),
     (
@@ -221,6 +228,7 @@ _ROWS: tuple[tuple[str, Row], ...] = (
         Row(
             layers.cross_entropy_sum,
             Saved((1, 2), (), (InternalTensor("operand", 0),)),
+            traffic=facts.log_probabilities,
             inside=facts.class_statistics,
         ),
     ),

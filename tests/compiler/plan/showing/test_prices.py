@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.mesh.layout import Layout
@@ -37,6 +38,23 @@ def test_an_operator_takes_its_longest_part_and_what_is_not_done_at_once_of_the_
     traffic_s = (BYTES + 2 * 4 * ROWS * WIDTH) / 1e8 / 2
     forward = seconds.forward(plan.graph, node, plan.strategies[node.name], plan.mesh)
     assert forward == pytest.approx(work_s + (1 - at_once) * (traffic_s + 1e-3))
+
+
+@pytest.mark.parametrize("share", [1.0, 0.25])
+def test_fused_attention_multiplies_at_its_own_speed_and_its_backward_makes_the_scores_again(share):
+    def loss_fn(weight, x):
+        return F.scaled_dot_product_attention(x, x, x * weight.weight, is_causal=True).sum()
+
+    captured = captured_step(torch.nn.Linear(8, 1, bias=False), loss_fn, torch.ones(2, 4, 64, 8), {})
+    made = make_plan(captured, PlanRequest(Mesh.of(d=2), "data", hardware=CPU))
+    [node] = [node for node in captured.nodes if "scaled_dot_product" in node.op]
+    seconds = Seconds(replace(CPU, **QUICK | {"flops": (("float32", 1e9),)}, attention=share))
+    given = made.graph, node, made.strategies[node.name], made.mesh
+    # Scores and their product with the values, half of each, on half of the samples.
+    forward_s = 2 * 2 * (2 * 4 * 64 * 64 * 8) / 2 / 2 / (1e9 * share)
+    assert seconds.computing(*given) == pytest.approx(forward_s)
+    assert seconds.backward(*given) == pytest.approx(2.5 * forward_s)
+    assert seconds.floor(made.graph, node, 2) == pytest.approx(3.5 * forward_s)
 
 
 @pytest.mark.parametrize(("name", "times"), [("sgd", 3), ("adamw", 7)])

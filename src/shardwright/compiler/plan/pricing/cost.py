@@ -1,7 +1,8 @@
 """The cost that a search minimises: seconds per step (`Seconds`) or bytes sent (`Bytes`); and the buckets it assumes.
 
 Seconds: an operator takes the longest of its share of flops, its share of bytes and the launch, and of the others the
-part that the hardware does not overlap (`Hardware.at_once`); three times that with its backward. A collective takes
+part that the hardware does not overlap (`Hardware.at_once`); three times that with its backward. Fused attention
+multiplies at a speed of its own (`Hardware.attention`), and its backward makes the scores again. A collective takes
 what the hardware's curve says for its kind, its bytes, its number of ranks and its link (`Hardware.collective_s`).
 Nothing overlaps in such a sum: `plan.timing` subtracts the communication that is hidden, and `Seconds.hiding` gives
 bounds of it that are sums. A parameter takes the optimizer's update, which reads its shard, the
@@ -31,7 +32,9 @@ from shardwright.compiler.plan.pricing.graph import RuledGraph
 from shardwright.compiler.plan.pricing.hardware import Hardware
 from shardwright.compiler.plan.pricing.links import LinkKind, link_along, per_host_along
 from shardwright.compiler.plan.pricing.memory import ADAMW, OptimizerStates, local_bytes, updated_times
+from shardwright.compiler.rules import row
 from shardwright.compiler.rules.notation import Strategy
+from shardwright.compiler.rules.table import row_of
 from shardwright.distributed.gradients import BUCKET_BYTES
 
 # To copy a parameter of so much into a memory with others, and out of it, takes less than a collective of its own.
@@ -179,6 +182,8 @@ def together_bytes(moved: Sequence[tuple[Value, Step]], mesh: Mesh) -> int:
 
 BACKWARD = 2  # a backward costs about two forwards
 ON_THE_WAY = 2  # gradients that are scattered at once, as bytes: so many times those of a layer's parameters
+# Of fused attention: the forward has two products, the backward five, of which the first makes the scores once more.
+BACKWARD_OF_ATTENTION = 2.5
 
 
 class Objective(Protocol):
@@ -322,7 +327,7 @@ class Seconds:
         nodes, values = graph.capture.nodes, graph.capture.values
         readers = [at for at, node in enumerate(nodes) if any(values[name].read_first for name in node.operands)]
         before = nodes[: max(readers, default=0)]
-        return sum(self._once_s(graph, node, 1) * (1 + BACKWARD * graph.needs_gradient(node)) for node in before)
+        return sum(self._once_s(graph, node, 1) * (1 + backward_times(graph, node)) for node in before)
 
     def beside(self, computing_s: float, forward_s: float) -> float:
         """Return the seconds of computing beside which communication may go on, of all and those of the forward."""
@@ -342,11 +347,11 @@ class Seconds:
     def _times(self, graph: RuledGraph, node: Node) -> float:
         """Return how often the forward of ``node`` counts, its backward included."""
         forward = 1 - self.computing_hidden if self.hardware.prefetches else 1
-        return forward + BACKWARD * graph.needs_gradient(node) * (1 - self.computing_hidden)
+        return forward + backward_times(graph, node) * (1 - self.computing_hidden)
 
     def backward(self, graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> float:
         """Return the seconds of the backward of ``node``, without its communication."""
-        return BACKWARD * graph.needs_gradient(node) * self.computing(graph, node, strategy, mesh)
+        return backward_times(graph, node) * self.computing(graph, node, strategy, mesh)
 
     def forward(self, graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> float:
         inside = list(graph.collectives_inside(node, strategy, mesh)[0])
@@ -354,7 +359,7 @@ class Seconds:
 
     def _once_s(self, graph: RuledGraph, node: Node, parts: int) -> float:
         work = work_of(graph, node)
-        work_s = work.flops / self.hardware.flops_in(work.dtype)
+        work_s = work.flops / (self.hardware.flops_in(work.dtype) * (self.hardware.attention if work.attention else 1))
         traffic_s = work.bytes / self.hardware.memory_bandwidth
         each_s = work_s / parts, traffic_s / parts, self.hardware.launch_s
         longest_s = max(each_s)
@@ -420,22 +425,32 @@ def _parts(strategy: Strategy, mesh: Mesh) -> int:
 
 @dataclass(frozen=True)
 class OperatorWork:
-    """The work of an operator's forward on whole tensors: it computes in ``dtype``, and moves ``bytes``."""
+    """The work of an operator's forward on whole tensors: it computes in ``dtype``, and moves ``bytes``.
+
+    ``attention`` says whether it is fused attention.
+    """
 
     flops: int
     bytes: int
     dtype: torch.dtype
+    attention: bool
 
 
 def work_of(graph: RuledGraph, node: Node) -> OperatorWork:
     """Return the work of the forward of ``node``, computed once for all that are alike."""
     key = "work", graph.alike[node.name]
     if key not in graph.known:
-        graph.known[key] = OperatorWork(
-            flops(node, graph.capture), bytes_moved(node, graph.capture), _dtype(graph, node)
-        )
+        moved, attention = bytes_moved(node, graph.capture), row_of(node.op).flops is row.attention
+        graph.known[key] = OperatorWork(flops(node, graph.capture), moved, _dtype(graph, node), attention)
     found: OperatorWork = graph.known[key]
     return found
+
+
+def backward_times(graph: RuledGraph, node: Node) -> float:
+    """Return how many forwards the backward of ``node`` costs, 0 where it has none."""
+    if not graph.needs_gradient(node):
+        return 0.0
+    return BACKWARD_OF_ATTENTION if work_of(graph, node).attention else BACKWARD
 
 
 def _dtype(graph: RuledGraph, node: Node) -> torch.dtype:

@@ -74,6 +74,7 @@ class Hardware:
         flops: floating-point operations per second in matrix products, by the name of the dtype.
         memory_bandwidth: bytes per second that a device reads and writes together.
         launch_s: seconds that any operator takes at least.
+        attention: the speed of the products of fused attention, as a share of ``flops``.
         at_once: how much of what an operator does goes on behind what takes longest of it, of starting, multiplying,
             and reading and writing: 1 where a kernel does all at once, 0 where it does one after the other.
         hides_gradients: how much of the shorter of the two, communicating and computing, goes on behind the longer,
@@ -97,6 +98,7 @@ class Hardware:
     links: tuple[LinkCost, ...]
     ranks_per_host: int | None = None
     sources: tuple[str, ...] = ()
+    attention: float = 1.0
     at_once: float = 1.0
     hides_gradients: float = 0.0
     backend: str = ""
@@ -254,6 +256,7 @@ class _ProfileFile:
     links: tuple[_LinkOfFile, ...]
     sources: tuple[str, ...]
     ranks_per_host: int | None = None
+    attention: float = 1.0
     at_once: float = 1.0
     hides_gradients: float = 0.0
     backend: str = ""
@@ -280,7 +283,7 @@ def _of_file(found: _ProfileFile) -> Hardware:
 
 
 def _refuse_figures(found: _ProfileFile) -> None:
-    above = {"memory_bandwidth": found.memory_bandwidth, "launch_s": found.launch_s, **found.flops}
+    above = {name: getattr(found, name) for name in ("memory_bandwidth", "launch_s", "attention")} | found.flops
     above |= {f"updates[{i}].bandwidth": update.bandwidth for i, update in enumerate(found.updates)}
     from_none = {name: getattr(found, name) for name in ("split_s", "around_s", "memory_bytes", "outside_bytes")}
     from_none |= {f"updates[{i}].per_entry": update.per_entry for i, update in enumerate(found.updates)}

@@ -1,0 +1,223 @@
+"""Runs that somebody has published: the model, the GPUs, the parallelism, the seconds of a step, and who says so.
+
+Of Alpa (Zheng et al. 2022, arXiv:2201.12023) the runs with ZeRO-3 of Figure 8 stand here, whose seconds are in the
+artifact of the paper. Its other runs use pipelines, or splits that its search found and that are not told. Of
+torchtitan and Megatron-LM all runs in 16 bits are here that use no pipeline. NVIDIA's pages on NeMo and
+Megatron-Bridge have runs in float8 alone where there is no pipeline.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from published_models import Kernels, Shape
+
+from shardwright.compiler.mesh.mesh import Mesh
+from shardwright.compiler.plan.pricing.hardware import Hardware, read_hardware
+
+Again = Literal["nothing", "attention", "layers", "layers but their end", "every second layer", "every second product"]
+PER_HOST = 8
+# The bytes that an update moves for each parameter. In one pass Adam reads a parameter, its gradient and two moments in
+# float32, writes three of them, and the parameter in 16 bits. torch's AdamW with foreach=True makes eight passes, and
+# the clipping of gradients two.
+ONE_PASS = 4 * 4 + 3 * 4 + 2
+FOREACH = (8 + 12 + 8 + 12 + 8 + 8 + 8 + 16) + (4 + 8)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One published run.
+
+    Args:
+        rows: samples of each replica in one micro-batch.
+        micro_batches: how many of them make a step.
+        published_s: measured seconds of a step.
+        source: where that stands.
+        again: what is computed a second time in the backward.
+        kernels: how attention and what stands beside it is computed.
+        sharded: what is stored split over all replicas too: parameters as FSDP does, or the optimizer's states alone.
+        split_sequence: whether what tensor parallelism leaves whole is split over the sequence.
+        hardware: the name of a board, as `board` knows it.
+        copies: whether torch copies what it moves: FSDP2 parameters out of one buffer and gradients into one, DTensor
+            parts of a sequence beside each other.
+        exact_sums: whether gradients are reduced in float32.
+        updated_bytes: what the optimizer moves for each parameter of a GPU.
+        why: what a prediction that is far off is due to.
+    """
+
+    name: str
+    shape: Shape
+    mesh: Mesh
+    rows: int
+    micro_batches: int
+    published_s: float
+    source: str
+    again: Again = "layers"
+    kernels: Kernels = "megatron"
+    sharded: Literal["", "parameters", "optimizer"] = ""
+    split_sequence: bool = False
+    hardware: str = "a100"
+    copies: bool = False
+    exact_sums: bool = False
+    updated_bytes: int = ONE_PASS
+    why: str = ""
+
+    @property
+    def replicas(self) -> int:
+        return self.mesh.sizes.get("dp", 1)
+
+    @property
+    def tp(self) -> int:
+        return self.mesh.sizes.get("tp", 1)
+
+
+def board(name: str) -> Hardware:
+    """Return the shipped profile of a GPU, or that of torchtitan's H100s, whose page says how they differ.
+
+    They have 96 GB of HBM2e at 2.4 TB/s and a limit of 500 W, with which "the actual peak TFLOPs number is between SXM
+    and NVL": the speed of products is that of the H100 SXM times 835 / 989, the data sheet's dense TFLOP/s of both.
+    """
+    if name != "h100 500 W":
+        return replace(read_hardware(name), ranks_per_host=PER_HOST)
+    full = board("h100")
+    slower = tuple((dtype, flops * 835 / 989) for dtype, flops in full.flops)
+    return replace(full, flops=slower, memory_bandwidth=full.memory_bandwidth * 2.4 / 3.35)
+
+
+def _megatron_s(shape: Shape, batch: int, gpus: int, tera: float, times: int = 4) -> float:
+    """Return the seconds of a step from the published TFLOP/s, by the formula (3) of Narayanan et al.
+
+    That counts the work of four forwards, the second forward among them; ``times`` is 3 where it isn't counted.
+    """
+    layers, width, length = shape.layers, shape.width, shape.length
+    flops = 24 * times * batch * length * layers * width**2
+    flops *= 1 + length / (6 * width) + shape.words / (4 * times * layers * width)
+    return flops / (gpus * tera * 1e12)
+
+
+def _narayanan(name: str, layers: int, width: int, heads: int, tp: int, gpus: int, batch: int, tera: float) -> Run:
+    """Megatron-LM's Table 1 gives no size of a micro-batch: 4 is assumed."""
+    shape, replicas, rows = Shape(layers, width, heads, 51200), gpus // tp, 4
+    mesh = Mesh.of(dp=replicas, tp=tp) if tp > 1 else Mesh.of(dp=replicas)
+    published_s = _megatron_s(shape, batch, gpus, tera)
+    source = f"Narayanan et al. 2021, arXiv:2104.04473, Table 1: {tera:.0f} TFLOP/s"
+    return Run(f"GPT {name}", shape, mesh, rows, batch // replicas // rows, published_s, source)
+
+
+def _megatron_core(name: str, layers: int, width: int, heads: int, tp: int, tera: float, why: str = "") -> Run:
+    """Megatron-Core's table of weak scaling on H100s: 48 replicas, 192 samples of 4,096 words.
+
+    It gives no size of a micro-batch, and does not say what is computed again: all 4 samples of a replica at once and
+    nothing are assumed, which fits into 80 GB with fused attention. Its FLOPs have no second forward.
+    """
+    shape = Shape(layers, width, heads, 131072, length=4096)
+    mesh = Mesh.of(dp=48, tp=tp) if tp > 1 else Mesh.of(dp=48)
+    source = f"Megatron-LM, README, model_table.png (Megatron-Core 0.8): {tera} TFLOP/s"
+    return Run(
+        f"GPT {name}", shape, mesh, 4, 1, _megatron_s(shape, 192, 48 * tp, tera, times=3), source, "nothing", "flash",
+        "optimizer", split_sequence=tp > 1, hardware="h100", exact_sums=True, why=why,
+    )  # fmt: skip
+
+
+def _mpt(name: str, layers: int, width: int, heads: int, gpus: int, rows: int, tokens_s: float, again: Again) -> Run:
+    shape = Shape(layers, width, heads, 50368)
+    source = f"llm-foundry, scripts/train/benchmarking/README.md, A100 80GB: {tokens_s:,.0f} tokens/s/GPU"
+    published_s = rows * shape.length / tokens_s
+    return Run(
+        f"MPT {name}", shape, Mesh.of(dp=gpus), rows, 1, published_s, source, again, "flash", sharded="parameters"
+    )  # fmt: skip
+
+
+def _alpa(gpus: int, width: int, heads: int, published_s: float) -> Run:
+    """8 samples on all GPUs together; XLA joins what stands beside the products into few kernels."""
+    shape = Shape(8, width, heads, 25600, length=1024)
+    source = f"Alpa, OSDI 22 artifact, results_intra_ablation.tsv, zero_3 on p3.16xlarge: {published_s} s"
+    mesh = Mesh.of(dp=gpus)
+    return Run("Alpa GPT", shape, mesh, 8 // gpus, 1, published_s, source, sharded="parameters", hardware="v100")
+
+
+def _min_gpt(gpus: int, rows: int, tera: float) -> Run:
+    """FLOPs with the second forward, as "hardware utilization" says."""
+    shape = Shape(96, 12288, 96, 50000)
+    published_s = _megatron_s(shape, rows * gpus, gpus, tera)
+    source = f"Zhao et al. 2023, arXiv:2304.11277, section 5.4 and Figure 7 (b): {tera:.0f} TFLOP/s"
+    return Run(
+        "minGPT 175B", shape, Mesh.of(dp=gpus), rows, 1, published_s, source, kernels="plain", sharded="parameters"
+    )
+
+
+LLAMA_2_13B = Shape(40, 5120, 40, 32000, 4096, 40, 13824)
+LLAMA_2_70B = Shape(80, 8192, 64, 32000, 4096, 8, 28672)
+LLAMA_3_8B = Shape(32, 4096, 32, 128256, 8192, 8, 14336)
+LLAMA_3_70B = Shape(80, 8192, 64, 128256, 8192, 8, 28672)
+LLAMA_3_405B = Shape(126, 16384, 128, 128256, 8192, 8, 53248)
+_TITAN_2024_04 = "docs/performance.md at 1ea476e, A100 80GB"
+_TITAN_2024_08 = "docs/performance.md at 3faaa1a and #481, H100 500 W"
+_TITAN_2024_12 = "benchmarks/llama3_h100_202412_torchtitan.md, H100 500 W"
+_TITAN_2025_06 = "benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md, H100 500 W"
+
+
+def _titan(
+    name: str, shape: Shape, mesh: Mesh, rows: int, tokens_s: float, page: str, again: Again, kernels: Kernels
+) -> Run:
+    """FSDP2, which gathers in bfloat16 and reduces in float32, and with it tensor and sequence parallelism.
+
+    Checkpointing of layers ends before the last product of a layer, of which the backward needs nothing. The kind of
+    norm is that of the configuration that stands beside the page.
+    """
+    tp = mesh.sizes.get("tp", 1)
+    return Run(
+        f"{name}, {kernels}", shape, mesh, rows, 1, rows * shape.length / tp / tokens_s,
+        f"torchtitan, {page}: {tokens_s:,.0f} tokens/s/GPU", again, kernels, "parameters", split_sequence=tp > 1,
+        hardware="a100" if "A100" in page else "h100 500 W", copies=True, exact_sums=True, updated_bytes=FOREACH,
+    )  # fmt: skip
+
+
+_KORTHIKANTI = "Korthikanti et al. 2022, arXiv:2205.05198, Table 5"
+_SMALL = (
+    "all its products sum over 2,048 or few more terms, where cuBLAS reaches 515 to 614 TFLOP/s on an H100 "
+    "(github.com/triton-lang/triton issue 2339), and are priced at the 794 of large ones"
+)
+_GPT_22B = Shape(48, 6144, 64, 51200)
+_WHOLE, _HALF, _PRODUCTS = "layers but their end", "every second layer", "every second product"
+RUNS = (
+    _narayanan("1.7B", 24, 2304, 24, 1, 32, 512, 137),
+    _narayanan("3.6B", 30, 3072, 32, 2, 64, 512, 138),
+    _narayanan("7.5B", 36, 4096, 32, 4, 128, 512, 142),
+    _narayanan("18.4B", 40, 6144, 48, 8, 256, 1024, 135),
+    Run("GPT 22B", _GPT_22B, Mesh.of(tp=8), 4, 1, 1.42, f"{_KORTHIKANTI}, full recompute"),
+    Run(
+        "GPT 22B", _GPT_22B, Mesh.of(tp=8), 4, 1, 1.10, f"{_KORTHIKANTI}, present work", "attention",
+        split_sequence=True,
+    ),
+    _megatron_core("1.7B", 24, 2048, 16, 1, 408.8, _SMALL),
+    _megatron_core("7.1B", 30, 4096, 32, 2, 465.9),
+    _megatron_core("16B", 32, 6144, 48, 4, 489.1),
+    _megatron_core("32B", 48, 7168, 56, 8, 459.6),
+    _min_gpt(256, 1, 173),
+    _min_gpt(256, 2, 186),
+    _alpa(2, 3072, 24, 0.6354),
+    _alpa(4, 4096, 32, 0.4974),
+    _alpa(8, 5760, 40, 0.5219),
+    _mpt("1B", 24, 2048, 16, 8, 14, 20513, "nothing"),
+    _mpt("7B", 32, 4096, 32, 8, 6, 4641, "nothing"),
+    _mpt("13B", 40, 5120, 40, 8, 2, 2262, "nothing"),
+    _mpt("30B", 48, 7168, 56, 8, 3, 916, "layers"),
+    _mpt("70B", 80, 8192, 64, 64, 8, 410, "layers"),
+    _titan("Llama-2 13B", LLAMA_2_13B, Mesh.of(dp=64), 2, 2162, _TITAN_2024_04, "nothing", "fused norms"),
+    _titan("Llama-2 13B", LLAMA_2_13B, Mesh.of(dp=64), 2, 1914, _TITAN_2024_04, _HALF, "fused norms"),
+    _titan("Llama-2 13B", LLAMA_2_13B, Mesh.of(dp=64), 2, 1904, _TITAN_2024_04, _PRODUCTS, "fused norms"),
+    _titan("Llama-2 70B", LLAMA_2_70B, Mesh.of(dp=64), 1, 355, _TITAN_2024_04, _PRODUCTS, "eager"),
+    _titan("Llama-2 70B", LLAMA_2_70B, Mesh.of(dp=64), 2, 353, _TITAN_2024_04, _WHOLE, "eager"),
+    _titan("Llama-3 8B", LLAMA_3_8B, Mesh.of(dp=64), 1, 2904, _TITAN_2024_04, _HALF, "fused norms"),
+    _titan("Llama-3 8B", LLAMA_3_8B, Mesh.of(dp=64), 1, 2973, _TITAN_2024_04, _PRODUCTS, "fused norms"),
+    _titan("Llama-3 70B", LLAMA_3_70B, Mesh.of(dp=64), 1, 331, _TITAN_2024_04, _WHOLE, "eager"),
+    _titan("Llama-3 405B", LLAMA_3_405B, Mesh.of(dp=16, tp=8), 2, 109, _TITAN_2024_08, _WHOLE, "eager"),
+    _titan("Llama-3 8B", LLAMA_3_8B, Mesh.of(dp=8), 2, 5762, _TITAN_2024_12, _PRODUCTS, "eager"),
+    _titan("Llama-3 8B", LLAMA_3_8B, Mesh.of(dp=8), 2, 6667, _TITAN_2024_12, _PRODUCTS, "compiled"),
+    _titan("Llama-3 8B", LLAMA_3_8B, Mesh.of(dp=128), 2, 5605, _TITAN_2024_12, _PRODUCTS, "eager"),
+    _titan("Llama-3 8B", LLAMA_3_8B, Mesh.of(dp=128), 2, 6514, _TITAN_2024_12, _PRODUCTS, "compiled"),
+    _titan("Llama-3 8B", LLAMA_3_8B, Mesh.of(dp=8, tp=8), 12, 4378, _TITAN_2025_06, _PRODUCTS, "compiled"),
+    _titan("Llama-3 70B", LLAMA_3_70B, Mesh.of(dp=32, tp=8), 16, 597.3, _TITAN_2025_06, _WHOLE, "compiled"),
+)  # fmt: skip
