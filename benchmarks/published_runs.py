@@ -73,10 +73,10 @@ class Run:
 
 
 def board(name: str) -> Hardware:
-    """Return the shipped profile of a GPU, or that of torchtitan's H100s, whose page says how they differ.
+    """Return the shipped profile of a GPU, or that of torchtitan's H100s, whose pages say how they differ.
 
-    They have 96 GB of HBM2e at 2.4 TB/s and a limit of 500 W, with which "the actual peak TFLOPs number is between SXM
-    and NVL": the speed of products is that of the H100 SXM times 835 / 989, the data sheet's dense TFLOP/s of both.
+    They have 96 GB of HBM2e at 2.4 TB/s and a limit of 500 W, so that "the actual peak TFLOPs number is between SXM and
+    NVL": the speed of products is that of the H100 SXM times 835 / 989, the data sheets' dense TFLOP/s of NVL and SXM.
     """
     if name != "h100 500 W":
         return replace(read_hardware(name), ranks_per_host=PER_HOST)
@@ -176,8 +176,9 @@ def _titan(
 
 _KORTHIKANTI = "Korthikanti et al. 2022, arXiv:2205.05198, Table 5"
 _SMALL = (
-    "all its products sum over 2,048 or few more terms, where cuBLAS reaches 515 to 614 TFLOP/s on an H100 "
-    "(github.com/triton-lang/triton issue 2339), and are priced at the 794 of large ones"
+    "probably its products, the smallest of these runs on H100s and priced at the 794 TFLOP/s of large ones (cuBLAS "
+    "reaches 515 of 2048 x 2048 x 2048 and 722 of 2048 x 8192 x 8192, github.com/triton-lang/triton issue 2339), and "
+    "a loss over 131,072 words, for which Megatron-LM goes through memory more often than torch's operators"
 )
 _GPT_22B = Shape(48, 6144, 64, 51200)
 _WHOLE, _HALF, _PRODUCTS = "layers but their end", "every second layer", "every second product"
