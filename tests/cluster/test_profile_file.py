@@ -155,7 +155,7 @@ def test_no_form_of_a_file_raises_another_error():
         assert found.flops_in(torch.float32) > 0
         assert found.updating(2).bandwidth > 0
     added = {name for name in accepted if "one more" in name}
-    assert added == {f"['{name}'] with one more" for name in ("flops", "links", "sources")}
+    assert added == {f"['{name}'] with one more" for name in ("flops", "peak_flops", "links", "sources")}
     assert all(message.startswith("f.json") for message in refused)
     assert "['launch_s'] = 1.5" in accepted
 

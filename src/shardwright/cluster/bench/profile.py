@@ -36,7 +36,7 @@ from shardwright.compiler.mesh.collectives import Axes, Communicator, all_gather
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.mesh.processes import communicator_over
 from shardwright.compiler.mesh.redistribute import CollectiveKind
-from shardwright.compiler.plan.pricing.hardware import Hardware
+from shardwright.compiler.plan.pricing.hardware import Hardware, profile_of, shipped
 from shardwright.compiler.plan.pricing.links import LinkCost, LinkKind
 from shardwright.distributed.agreement import from_all_ranks
 from shardwright.distributed.world import World
@@ -122,7 +122,7 @@ def measure_hardware(
     around = measure_overheads(world, speeds)
     memory_bytes, outside_bytes = memory_of(world.device)
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else processor()
-    hosts = len(set(world.hosts))
+    hosts, known = len(set(world.hosts)), profile_of(device)
     return Hardware(
         name=f"{world.device.type}, {world.backend}, {world.size} ranks",
         device=device,
@@ -138,6 +138,7 @@ def measure_hardware(
         around_s=around.around_s,
         memory_bytes=memory_bytes,
         outside_bytes=outside_bytes,
+        peak_flops=shipped(known).peak_flops if known else (),
         links=links,
         ranks_per_host=None if hosts == 1 else world.local_size,
         sources=tuple(_sources(world, hosts, measured, max(sizes))),

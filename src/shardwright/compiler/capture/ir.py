@@ -164,6 +164,11 @@ class Capture:
         kinds = dict.fromkeys(value.kind for value in self.values.values())
         return {kind: tuple(value for value in self.values.values() if value.kind == kind) for kind in kinds}
 
+    @property
+    def rows(self) -> int:
+        """Return the rows of the global batch: the first dim of the first input that has one; 0 without any."""
+        return next((value.shape[0] for value in self.of_kind("input") if value.shape), 0)
+
     @cached_property
     def digest(self) -> str:
         """A hash of the content of the graph, equal on every machine."""

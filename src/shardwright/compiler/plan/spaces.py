@@ -55,14 +55,9 @@ def _input_layout(value: Value, capture: Capture, mesh: Mesh, inputs: Inputs, ev
         if value.label not in inputs:
             return Layout.replicated(ndim)
         return _layout_of_slices(value, tuple(inputs[value.label]), mesh)
-    if inputs == "split" and value.shape and value.shape[0] == _rows_of_batch(capture):
+    if inputs == "split" and value.shape and value.shape[0] == capture.rows:
         return Layout.split(ndim, {0: mesh.names if every_rank else _axes_for(value.shape[0], mesh)})
     return Layout.replicated(ndim)
-
-
-def _rows_of_batch(capture: Capture) -> int:
-    """The number of rows of the global batch: the first dim of the first input that has one; 0 without any."""
-    return next((value.shape[0] for value in capture.of_kind("input") if value.shape), 0)
 
 
 def _axes_for(rows: int, mesh: Mesh) -> tuple[str, ...]:
@@ -95,7 +90,7 @@ def output_layouts(capture: Capture, mesh: Mesh, leaves: Mapping[str, Sequence[L
     found = {capture.loss: Layout.replicated(0)} if capture.loss else {}
     for name in capture.aux:
         shape = capture.values[name].shape
-        by_rows = name in capture.returned and bool(shape) and shape[0] == _rows_of_batch(capture)
+        by_rows = name in capture.returned and bool(shape) and shape[0] == capture.rows
         found[name] = Layout((rows if by_rows else Split(), *[Split()] * (len(shape) - 1)) if shape else ())
     for name in capture.mutations.values():
         found[name] = Layout.replicated(len(capture.values[name].shape))

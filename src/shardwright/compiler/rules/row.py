@@ -237,6 +237,16 @@ class Row:
     written_as: str | None = None
     broadcasts: bool = False
 
+    @property
+    def multiplies(self) -> bool:
+        """Return whether its flops are those of products: of matrices, of a convolution, of attention."""
+        return self.flops not in (one_per_element, none)
+
+    @property
+    def looks_up(self) -> bool:
+        """Return whether it picks rows of its first operand by the indices of its second."""
+        return self.traffic is looked_up
+
     def saved(self, operator: Operator) -> Saved:
         """Return what one operator saves for its backward, by position among its operands and results."""
         if self.saves is None:

@@ -12,7 +12,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property
 from importlib import resources
 from pathlib import Path
@@ -71,7 +71,7 @@ class Hardware:
     """One device and the links between devices.
 
     Args:
-        flops: floating-point operations per second in matrix products, by the name of the dtype.
+        flops: floating-point operations per second in matrix products, by the name of the dtype, as programs reach.
         memory_bandwidth: bytes per second that a device reads and writes together.
         launch_s: seconds that any operator takes at least.
         attention: the speed of the products of fused attention, as a share of ``flops``.
@@ -87,6 +87,7 @@ class Hardware:
         around_s: seconds of a step beside its operators, collectives and parameters.
         memory_bytes: what torch finds on the device; 0 where that is not known.
         outside_bytes: of it for CUDA's context, the buffers of NCCL and libraries; 0 where nobody has measured it.
+        peak_flops: those per second that a data sheet names of dense products, by dtype, for utilisations alone.
         sources: where the figures come from.
     """
 
@@ -107,6 +108,7 @@ class Hardware:
     around_s: float = 0.0
     memory_bytes: int = 0
     outside_bytes: int = 0
+    peak_flops: tuple[tuple[str, float], ...] = ()
 
     @property
     def device_type(self) -> DeviceType:
@@ -135,6 +137,11 @@ class Hardware:
     def flops_in(self, dtype: torch.dtype) -> float:
         """The speed of products in ``dtype``; a dtype that the profile does not know counts as float32."""
         return self._flops.get(str(dtype).removeprefix("torch."), self._flops["float32"])
+
+    def peak_in(self, dtype: torch.dtype) -> float:
+        """Return the peak of products in ``dtype`` by the data sheet; where the profile has none, their speed."""
+        peaks = dict(self.peak_flops)
+        return peaks.get(str(dtype).removeprefix("torch."), peaks.get("float32", 0.0)) or self.flops_in(dtype)
 
     def updating(self, per_entry: int) -> Updating:
         """Return the speed of an update with so many states: of those measured the one with most up to that number."""
@@ -184,6 +191,7 @@ class Hardware:
     def to_json(self) -> str:
         """The profile as a file holds it."""
         found = {"format": FORMAT, "version": VERSION, **asdict(self), "flops": dict(self.flops)}
+        found["peak_flops"] = dict(self.peak_flops)
         found["links"] = [_link_to_json(link) for link in self.links]
         return json.dumps(found, indent=1) + "\n"
 
@@ -265,6 +273,7 @@ class _ProfileFile:
     around_s: float = 0.0
     memory_bytes: int = 0
     outside_bytes: int = 0
+    peak_flops: dict[str, float] = field(default_factory=dict)
 
 
 def _of_file(found: _ProfileFile) -> Hardware:
@@ -279,11 +288,13 @@ def _of_file(found: _ProfileFile) -> Hardware:
     _refuse_figures(found)
     given = {name: value for name, value in vars(found).items() if name not in ("format", "version")}
     given |= {"flops": tuple(found.flops.items()), "links": tuple(map(_link, found.links))}
+    given |= {"peak_flops": tuple(found.peak_flops.items())}
     return Hardware(**given)
 
 
 def _refuse_figures(found: _ProfileFile) -> None:
     above = {name: getattr(found, name) for name in ("memory_bandwidth", "launch_s", "attention")} | found.flops
+    above |= {f"peak_flops of {name}": figure for name, figure in found.peak_flops.items()}
     above |= {f"updates[{i}].bandwidth": update.bandwidth for i, update in enumerate(found.updates)}
     from_none = {name: getattr(found, name) for name in ("split_s", "around_s", "memory_bytes", "outside_bytes")}
     from_none |= {f"updates[{i}].per_entry": update.per_entry for i, update in enumerate(found.updates)}
