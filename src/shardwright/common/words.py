@@ -25,6 +25,26 @@ def typed_bytes(number: int) -> str:
     return in_bytes(tenths * 1000**power / 10).replace(" ", "")
 
 
+def in_flops(per_second: float) -> str:
+    """Return a speed.
+
+    >>> in_flops(9.89e14), in_flops(6.5e10)
+    ('989 TFLOP/s', '65 GFLOP/s')
+    """
+    power = 4 if per_second >= 0.9995e12 else 3
+    return f"{per_second / 1000**power:.3g} {'TG'[4 - power]}FLOP/s"
+
+
+def in_thousands(number: float) -> str:
+    """Return a number to four digits.
+
+    >>> in_thousands(1234567), in_thousands(98.217), in_thousands(0.00123456)
+    ('1,235,000', '98.22', '0.001235')
+    """
+    rounded = float(f"{number:.4g}")
+    return f"{rounded:,.0f}" if rounded >= 1000 else f"{rounded:.4g}"
+
+
 def in_time(seconds: float) -> str:
     """Return a time as ``1.23 s``, ``12.3 ms`` or ``45.6 µs``."""
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):

@@ -9,12 +9,15 @@ import pytest
 import torch
 
 from decoder import Decoder, batch_of, loss_fn
+from shardwright.common.words import in_thousands, in_time
 from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.plan.make import make_plan
 from shardwright.compiler.plan.pricing.hardware import read_hardware
+from shardwright.compiler.plan.pricing.links import Curve, Segment
 from shardwright.compiler.plan.request import PlanRequest
 from shardwright.compiler.plan.text import joined, template
+from shardwright.compiler.plan.timing.throughput import Throughput
 from shardwright.compiler.report.plans.summary import plan_summary
 from shardwright.compiler.report.plans.text_page import plan_page
 
@@ -55,9 +58,9 @@ def test_the_numbers_of_the_page_are_those_of_the_plan(plan):
     rows = cells(page, "module")
     spent = sum(milliseconds(row[-4]) + milliseconds(row[-3]) for row in rows)
     assert spent == pytest.approx(plan.cost * 1e3, rel=0.02)
-    assert f"each device sends {plan.moved_bytes() / 1e6:.1f} MB per step" in page
-    assert f"by its search it costs {plan.cost * 1e3:.4g} ms" in page
-    assert milliseconds(page.split(" takes ")[1].split(":")[0]) == pytest.approx(spent, rel=0.02)
+    assert f" communicating {plan.moved_bytes() / 1e6:.1f} MB, " in page
+    assert f"and this one costs {plan.cost * 1e3:.4g} ms (gap " in page
+    assert milliseconds(page.split(" takes ")[1].split(" on ")[0]) == pytest.approx(spent, rel=0.02)
     assert re.search(r"at most [\d.]+ [MG]B are alive at once, in the (forward|backward) of \w+", page)
     collectives = cells(page, "most expensive collectives")
     assert [milliseconds(row[-1]) for row in collectives] == sorted(
@@ -101,8 +104,68 @@ def test_programs_read_the_page_as_json(plan):
     assert found["held_bytes"]["parameters"] == plan.held_bytes()
     assert found["certificate"]["bound"] == plan.bound
     page = (Path(__file__).parents[3] / "docs" / "planning.md").read_text()
-    rows = [found, *(found[table][0] for table in ("modules", "operators", "collectives")), found["certificate"]]
+    tables = [found[table][0] for table in ("stored", "modules", "operators", "collectives")]
+    rows = [found, *tables, found["certificate"], found["throughput"]]
     assert [key for row in rows for key in row if f"`{key}`" not in page] == []
+
+
+def head_of(page):
+    """The answers of the head by their questions."""
+    found, question = {}, ""
+    for line in page.split("\n\n")[0].split("\nmeshes considered")[0].splitlines():
+        question, _, text = line.partition(": ") if not line.startswith("  ") else (question, "", line.strip())
+        found.setdefault(question, []).append(text)
+    return found
+
+
+def test_the_first_ten_lines_say_what_to_run_how_fast_it_is_and_what_binds(plan):
+    page, done, summary = plan_page(plan, H100), Throughput.of(plan, H100, plan.cost), plan_summary(plan, H100)
+    head = head_of(page)
+    assert list(head) == ["plan", "run", "speed", "memory", "binds", "what if", "proof"]
+    assert sum(map(len, head.values())) < 10
+    assert head["plan"] == ["mode auto, search exact, mesh dp=8 tp=8, 64 devices on 8 hosts"]
+    [run] = head["run"]
+    assert "computes in float32 (in bfloat16 about " in run
+    assert "of float32 parameters: " in run
+    shares = re.findall(r"([\d.]+)% (replicated|sharded over [\w·]+)", run)
+    assert sum(float(share) for share, _ in shares) == pytest.approx(100, abs=0.2)
+    assert run.endswith("no activation checkpointing")
+    first, second, _ = head["speed"]
+    assert first.startswith("a step of 64 samples takes ")
+    assert f"{in_thousands(64 * 128 / summary.step_s)} tokens/s, {in_thousands(128 / summary.step_s)} a device" in first
+    assert second.startswith(f"model FLOPs utilisation {done.utilisation:.1%} of 67 TFLOP/s; ")
+    assert f"{in_time(summary.exposed_s)} of communication exposed" in second
+    assert "type --what-if to plan it again" in head["what if"][0]
+
+
+def test_what_binds_is_what_takes_longest_and_the_memory_that_a_plan_needs(plan):
+    def binds(plan, **hardware):
+        known = replace(H100, **hardware)
+        return plan_summary(plan, known).binds, head_of(plan_page(plan, known))["binds"][0]
+
+    found, told = binds(plan, flops=(("float32", 1e9),))
+    assert found == ("compute",)
+    assert re.match(r"computing, (9\d\.\d|100\.0)% of the step \(products (9\d\.\d|100\.0)%", told)
+    assert "no limit of memory was given" in told
+    found, told = binds(plan, memory_bandwidth=1e7)
+    assert (found, told.split(",")[0]) == (("compute",), "computing")
+    assert "(memory traffic " in told
+    slow = tuple(replace(link, curve=Curve((Segment(0, 1e-3, 1e6),))) for link in H100.links)
+    found, told = binds(plan, links=slow)
+    assert (found, told.split(",")[0]) == (("links",), "the links")
+    again = make_plan(plan.capture, PlanRequest(Mesh.of(dp=8), "data", hardware=H100, recompute=("layers.*",)))
+    once = again.computing_again(frozenset(), frozenset()).held.total
+    for limit, binding in ((once - 1, True), (2 * once, False)):
+        found, told = binds(replace(again, memory=limit))
+        assert (found[1:] == ("memory",), ", and memory: " in told) == (binding, binding)
+        assert "what is recomputed and gathered again takes " in told
+
+
+def test_a_batch_of_images_has_samples(plan):
+    with torch.device("meta"):
+        captured = captured_step(torch.nn.Linear(4, 2), lambda m, x: m(x).sum(), torch.ones(6, 4), {})
+    made = make_plan(captured, PlanRequest(Mesh.of(d=2), "data", hardware=H100))
+    assert " samples/s, " in head_of(plan_page(made, H100))["speed"][0]
 
 
 def test_what_a_step_takes_around_its_operators_is_told_where_a_profile_knows_it(plan):

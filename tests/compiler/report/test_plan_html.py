@@ -137,8 +137,16 @@ def test_in_a_browser_it_folds_sorts_finds_and_compares(document, tmp_path):
     save_html(document, tmp_path / "plan.html")
     with opened(tmp_path / "plan.html", color_scheme="dark") as shown:
         assert shown.inner_text("h1") == "Plan of net.py:</script><b>build"
-        assert "mesh dp=2 tp=4: 8 devices" in shown.inner_text("#sentence")
-        assert "of the communication is hidden, " in shown.inner_text("#sentence")
+        assert "mesh dp=2 tp=4, 8 devices" in shown.inner_text("#answers")
+        assert [text.split()[0] for text in texts(shown, "#answers b") if text] == [
+            "plan",
+            "run",
+            "speed",
+            "binds",
+            "what",
+            "proof",
+        ]
+        assert " of communication exposed (" in shown.inner_text("#answers")
         # by the keyboard: to the folded layers, open, and down to an operator
         row = shown.locator("tr.module", has_text="0-2 × 3")
         row.click()
@@ -165,7 +173,9 @@ def test_in_a_browser_it_folds_sorts_finds_and_compares(document, tmp_path):
         shown.fill("#find", "")
         shown.select_option("#beside", label="tensor parallel")
         assert "computes, tensor parallel" in shown.inner_text("#columns")
-        assert shown.inner_text("#sentence-beside").startswith("Beside it tensor parallel. Mode ")
+        beside = texts(shown, "#answers-beside p")
+        assert beside[0] == "Beside it tensor parallel:"
+        assert beside[1].endswith("mesh dp=2 tp=4, 8 devices")
         shown.check("#differing")
         marked = shown.locator("#rows tr.differs").count()
         assert marked == shown.locator("#rows tr").count() > 1

@@ -99,10 +99,14 @@ def holds(plan: Decisions, held: DeviceMemory) -> str:
 
 def held_by_kind(plan: Decisions, held: DeviceMemory) -> str:
     """The bytes that each device holds, by kind; kinds that take none are left out."""
+    return f"{kinds_in_words(plan, held)}: {in_bytes(held.total)} in all"
+
+
+def kinds_in_words(plan: Decisions, held: DeviceMemory) -> str:
+    """Return the bytes of each kind; kinds that take none are left out."""
     named = {"optimizer": f"states of {plan.optimizer.name}", "activations": "activations for the backward"}
     named["recomputed"] = "recomputed activations"
-    shown = [f"{in_bytes(size)} of {named.get(kind, kind)}" for kind, size in held.kinds() if size]
-    return f"{', '.join(shown)}: {in_bytes(held.total)} in all"
+    return ", ".join(f"{in_bytes(size)} of {named.get(kind, kind)}" for kind, size in held.kinds() if size)
 
 
 def computed_again(plan: Decisions) -> Iterator[str]:
@@ -113,16 +117,28 @@ def computed_again(plan: Decisions) -> Iterator[str]:
 
 def certificate(plan: Decisions) -> Iterator[str]:
     """Yield how far the plan is above the lower bound of its search, and which meshes were considered."""
+    if text := proof(plan):
+        yield text
+    yield from meshes_considered(plan)
+
+
+def proof(plan: Decisions) -> str:
+    """Return how far the plan is above the lower bound of its search; "" where nothing was searched."""
     row = search_of(plan)
-    if plan.cost is not None and row is not None:
-        cost = f"by its search it costs {in_unit(plan.cost, row)}"
-        if plan.bound is None:
-            yield f"{cost}; what no plan is below was not searched for"
-        else:
-            fitting = "that fits its memory " if plan.memory else ""
-            where = "these meshes" if plan.considered else "this mesh"
-            bound = f"no plan {fitting}on {where} costs less than {in_unit(plan.bound, row)}"
-            yield f"{cost}; {bound} (gap {plan.gap:.2%})"
+    if plan.cost is None or row is None:
+        return ""
+    cost = in_unit(plan.cost, row)
+    if plan.bound is None:
+        return f"by its search it costs {cost}; what no plan is below was not searched for"
+    fitting = "that fits its memory " if plan.memory else ""
+    where = "these meshes" if plan.considered else "this mesh"
+    bound = in_unit(plan.bound, row)
+    return f"no plan {fitting}on {where} costs less than {bound}, and this one costs {cost} (gap {plan.gap:.2%})"
+
+
+def meshes_considered(plan: Decisions) -> Iterator[str]:
+    """Yield what was found on each mesh, where several were considered."""
+    row = search_of(plan)
     if plan.considered:
         hides = plan.hardware is not None and plan.hardware.hides_gradients and row is not None and row.unit == "s"
         as_if = ", at bounds of what a step takes where communication is hidden" if hides else ""

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 import torch
 
@@ -184,6 +184,8 @@ BACKWARD = 2  # a backward costs about two forwards
 ON_THE_WAY = 2  # gradients that are scattered at once, as bytes: so many times those of a layer's parameters
 # Of fused attention: the forward has two products, the backward five, of which the first makes the scores once more.
 BACKWARD_OF_ATTENTION = 2.5
+ComputingPart = Literal["flops", "traffic", "launch"]
+COMPUTING_PARTS: tuple[ComputingPart, ...] = get_args(ComputingPart)
 
 
 class Objective(Protocol):
@@ -357,11 +359,19 @@ class Seconds:
         inside = list(graph.collectives_inside(node, strategy, mesh)[0])
         return self.computing(graph, node, strategy, mesh) * (1 - self.computing_hidden) + self._sum(inside, mesh)
 
-    def _once_s(self, graph: RuledGraph, node: Node, parts: int) -> float:
+    def longest_part(self, graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> ComputingPart:
+        """Return what takes longest of computing ``node``."""
+        each_s = self._each_s(graph, node, _parts(strategy, mesh))
+        return COMPUTING_PARTS[each_s.index(max(each_s))]
+
+    def _each_s(self, graph: RuledGraph, node: Node, parts: int) -> tuple[float, float, float]:
         work = work_of(graph, node)
         work_s = work.flops / (self.hardware.flops_in(work.dtype) * (self.hardware.attention if work.attention else 1))
         traffic_s = work.bytes / self.hardware.memory_bandwidth
-        each_s = work_s / parts, traffic_s / parts, self.hardware.launch_s
+        return work_s / parts, traffic_s / parts, self.hardware.launch_s
+
+    def _once_s(self, graph: RuledGraph, node: Node, parts: int) -> float:
+        each_s = self._each_s(graph, node, parts)
         longest_s = max(each_s)
         return longest_s + (1 - self.hardware.at_once) * (sum(each_s) - longest_s)
 

@@ -12,6 +12,7 @@ from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.hardware import Hardware
 from shardwright.compiler.plan.timing.prices import Prices
 from shardwright.compiler.report.pages.page import page_of, save_page
+from shardwright.compiler.report.plans.answers import NOT_ASKED, Answer, answers
 from shardwright.compiler.report.plans.summary import PlanSummary, plan_summary
 from shardwright.compiler.report.plans.tree import FoldedModule, FoldedOperator, Tree
 from shardwright.errors import PlanError
@@ -53,6 +54,7 @@ class PlanDocument:
 
     title: str
     plans: Mapping[str, PlanSummary]
+    answers: Mapping[str, Sequence[Answer]]  # the head of the page of each plan
     atoms: Sequence[Mapping[str, int]]  # the axes over which each plan cuts, finer than those that people name
     root: FoldedModule
     operators: Sequence[FoldedOperator]
@@ -65,7 +67,7 @@ class PlanDocument:
         return {
             "title": self.title,
             "plans": {
-                name: _head(summary) | {"atoms": dict(atoms)}
+                name: _head(summary) | {"atoms": dict(atoms), "answers": self.answers[name]}
                 for (name, summary), atoms in zip(self.plans.items(), self.atoms, strict=True)
             },
             "root": asdict(self.root),
@@ -79,13 +81,19 @@ class PlanDocument:
         return [lane, self.places.get(event.operator, -1), round(event.start_s * 1e9), round(event.seconds * 1e9)]
 
 
-def document_of(title: str, plans: Mapping[str, Plan], hardware: Hardware) -> PlanDocument:
-    """All that is shown of plans of one graph, at the prices of ``hardware``; ``plans`` by name."""
+def document_of(title: str, plans: Mapping[str, Plan], hardware: Hardware, what_if: str = NOT_ASKED) -> PlanDocument:
+    """All that is shown of plans of one graph, at the prices of ``hardware``; ``plans`` by name.
+
+    ``what_if`` is what more hardware would change for the first plan.
+    """
+    summaries = {name: plan_summary(plan, hardware) for name, plan in plans.items()}
+    first = next(iter(plans))
     prices = [Prices(plan, hardware) for plan in plans.values()]
     tree = Tree(list(plans.values()), prices)
     return PlanDocument(
         title,
-        {name: plan_summary(plan, hardware) for name, plan in plans.items()},
+        summaries,
+        {name: answers(plan, summaries[name], what_if if name == first else "") for name, plan in plans.items()},
         [dict(plan.mesh.sizes) for plan in plans.values()],
         tree.root,
         tree.operators,

@@ -16,22 +16,14 @@ const strategy = (plan, way) => {
 
 // ---- the head
 
-const sentence = (head) =>
-  `Mode ${head.mode}, search ${head.search}, mesh ${meshText(head.mesh)}: ${head.devices} devices. ` +
-  `On ${head.hardware} a step takes ${inTime(head.step_s)}: ${inTime(head.computing_s)} computing, ` +
-  `${inTime(head.communicating_s)} communicating, ${inTime(head.updating_s)} updating parameters` +
-  `${head.around_s ? `, ${inTime(head.around_s)} around these` : ""}` +
-  `${head.hidden_s ? `; ${inTime(head.hidden_s)} of the communication is hidden, ${inTime(head.exposed_s)} exposed ` +
-    `(${((100 * head.exposed_s) / head.step_s).toFixed(1)} % of the step)` : ""}. Each device sends ${inBytes(head.sent_bytes)} in a step.`;
+// The answers are those of the page of text; what is held is drawn below them.
+const answered = (head) => head.answers.filter(([question]) => question !== "memory").map(([question, text], at, all) =>
+  element("p", {}, element("b", {}, at && all[at - 1][0] === question ? "" : question), " ", text));
 function showHead() {
-  const head = heads[0];
   $("title").textContent = told.title;
-  $("sentence").textContent = sentence(head);
-  $("sentence-beside").textContent = other ? `Beside it ${names[other]}. ${sentence(heads[other])}` : "";
-  const found = head.certificate;
-  const lines = found && found.unit === "s"
-    ? [`No plan on ${head.considered.length ? "these meshes" : "this mesh"} takes less than ${inTime(found.bound)} by these costs (gap ${(100 * found.gap).toFixed(2)} %).`] : [];
-  $("search").replaceChildren(...[...lines, ...head.considered].map((line) => element("p", {}, line)));
+  $("answers").replaceChildren(...answered(heads[0]));
+  $("answers-beside").replaceChildren(...(other ? [element("p", {}, `Beside it ${names[other]}:`), ...answered(heads[other])] : []));
+  $("search").replaceChildren(...heads[0].considered.map((line) => element("p", {}, line)));
 }
 
 const KINDS = {

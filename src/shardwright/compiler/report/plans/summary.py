@@ -7,8 +7,9 @@ backward, and bytes are of one device.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 
@@ -17,12 +18,15 @@ from shardwright.compiler.lower.liveness import peak_of
 from shardwright.compiler.lower.lower import lower
 from shardwright.compiler.plan.decisions import Decisions
 from shardwright.compiler.plan.plan import Plan
-from shardwright.compiler.plan.pricing.cost import BACKWARD, work_of
+from shardwright.compiler.plan.pricing.cost import BACKWARD, COMPUTING_PARTS, ComputingPart
 from shardwright.compiler.plan.pricing.hardware import Hardware
 from shardwright.compiler.plan.text import joined, search_of, template
 from shardwright.compiler.plan.timing.costs import Communication
 from shardwright.compiler.plan.timing.prices import Prices
+from shardwright.compiler.plan.timing.throughput import Throughput, main_dtype
 
+Limit = Literal["compute", "links", "update", "memory"]
+NEARLY = 0.95  # of the memory that a device may hold
 Slices = tuple[tuple[int, ...], ...]
 
 
@@ -34,6 +38,19 @@ class Certificate:
     cost: float
     bound: float
     gap: float
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The bytes of the parameters that are stored over the same axes, "" where they are replicated.
+
+    ``gathered_bytes`` are those of them that are all-gathered for their use, ``again_bytes`` once more in the backward.
+    """
+
+    axes: str
+    bytes: int
+    gathered_bytes: int
+    again_bytes: int
 
 
 @dataclass(frozen=True)
@@ -84,10 +101,14 @@ class PlanSummary:
     mode: str
     search: str
     devices: int
+    hosts: int
     mesh: dict[str, int]
     hardware: str
     dtype: str  # in which most is multiplied
+    parameters: dict[str, int]  # bytes of all parameters by their dtype
+    stored: tuple[Stored, ...]  # the most bytes first
     step_s: float
+    throughput: Throughput
     bf16_step_s: float | None  # of this plan on a GPU if what is float32 were multiplied in bfloat16
     computing_s: float
     communicating_s: float
@@ -95,6 +116,9 @@ class PlanSummary:
     hidden_s: float  # of communicating, behind computing
     exposed_s: float  # the rest of it
     around_s: float  # beside all these
+    repeated_s: float  # of computing and communicating, what the backward recomputes and gathers again
+    longest: dict[ComputingPart, float]  # of computing, by what takes longest of each operator
+    binds: tuple[Limit, ...]  # what takes most of a step, and memory where a limit of it is reached
     sent_bytes: float
     held_bytes: dict[str, int]
     peak_bytes: int  # alive at once at most, and where
@@ -114,15 +138,19 @@ def plan_summary(plan: Plan, hardware: Hardware) -> PlanSummary:
     """The numbers of a plan on ``hardware``."""
     prices = Prices(plan, hardware)
     operators = _operators(plan, prices)
-    peak, dtype = peak_of(plan, lower(plan, 0, overlap=hardware.prefetches)), _dtype(plan)
+    peak, dtype = peak_of(plan, lower(plan, 0, overlap=hardware.prefetches)), _name(main_dtype(plan.graph))
     return PlanSummary(
         plan.mode,
         plan.search,
         plan.mesh.size,
+        -(-plan.mesh.size // (hardware.ranks_per_host or plan.mesh.size)),
         dict(plan.shown_mesh.sizes),
         hardware.name,
         dtype,
+        _bytes_by_dtype(plan),
+        _stored(plan),
         prices.step_s,
+        Throughput.of(plan, hardware, prices.step_s),
         _in_bf16(plan, hardware) if dtype == "float32" else None,
         prices.computing_s,
         prices.communicating_s,
@@ -130,6 +158,9 @@ def plan_summary(plan: Plan, hardware: Hardware) -> PlanSummary:
         prices.hidden_s,
         prices.exposed_s,
         hardware.around_s,
+        _repeated_s(plan, prices),
+        _longest(plan, prices),
+        _binds(plan, prices),
         plan.moved_bytes(),
         {**dict(plan.held.kinds()), "total": plan.held.total},
         peak.bytes,
@@ -146,14 +177,64 @@ def plan_summary(plan: Plan, hardware: Hardware) -> PlanSummary:
     )
 
 
-def _dtype(plan: Decisions) -> str:
-    """Return the dtype in which most is multiplied, by the work of the operators."""
-    done: Counter[torch.dtype] = Counter()
-    for node in plan.capture.nodes:
-        work = work_of(plan.graph, node)
-        done[work.dtype] += work.flops or work.bytes
-    [(dtype, _)] = done.most_common(1) or [(torch.float32, 0)]
+def _binds(plan: Plan, prices: Prices) -> tuple[Limit, ...]:
+    """Return what takes most of a step, and memory where the plan needs what it may hold.
+
+    It does where it holds nearly all of that, or would hold more if it recomputed nothing and gathered nothing again.
+    """
+    taking: dict[Limit, float] = {"compute": prices.computing_s, "links": prices.exposed_s, "update": prices.updating_s}
+    first = max(taking, key=lambda limit: taking[limit])
+    if plan.memory is None:
+        return (first,)
+    once = plan.computing_again(frozenset(), frozenset()).held.total if plan.recomputed or plan.again else 0
+    return (first, "memory") if max(once, plan.held.total / NEARLY) > plan.memory else (first,)
+
+
+def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _bytes_by_dtype(plan: Decisions) -> dict[str, int]:
+    found: Counter[str] = Counter()
+    for value in plan.capture.of_kind("parameter"):
+        found[_name(value.dtype)] += value.bytes
+    return dict(found)
+
+
+def _stored(plan: Decisions) -> tuple[Stored, ...]:
+    """Return how parameters are stored, those over the same axes together, and what is gathered of them."""
+    gathered = {t.value for t in plan.transfers if any(step.kind == "all_gather" for step in t.steps)}
+    found: dict[str, Counter[str]] = defaultdict(Counter)
+    for value in plan.capture.of_kind("parameter"):
+        axes = "·".join(plan.mesh.ordered(plan.leaves[value.name].split_axes))
+        used = {value.name, *_copies(plan, value.name)}
+        found[axes]["bytes"] += value.bytes
+        found[axes]["gathered"] += value.bytes * (not used.isdisjoint(gathered))
+        found[axes]["again"] += value.bytes * (not used.isdisjoint(plan.again))
+    rows = [Stored(axes, of["bytes"], of["gathered"], of["again"]) for axes, of in found.items()]
+    return tuple(sorted(rows, key=lambda row: -row.bytes))
+
+
+def _copies(plan: Decisions, name: str) -> Iterator[str]:
+    """Yield the casts and views of a parameter."""
+    for use in plan.graph.uses[name]:
+        for result in use.node.results:
+            if plan.capture.values[result].of_parameter:
+                yield result
+                yield from _copies(plan, result)
+
+
+def _repeated_s(plan: Decisions, prices: Prices) -> float:
+    computing_s = sum(prices.forward_s(node) for node in plan.capture.nodes if node.name in plan.computed_again)
+    return computing_s + sum(moved.again_s for moved in prices.moved)
+
+
+def _longest(plan: Decisions, prices: Prices) -> dict[ComputingPart, float]:
+    found: dict[ComputingPart, float] = dict.fromkeys(COMPUTING_PARTS, 0.0)
+    for node in plan.capture.nodes:
+        part = prices.objective.longest_part(plan.graph, node, plan.strategies[node.name], plan.mesh)
+        found[part] += prices.computes_s[node.name]
+    return found
 
 
 def _in_bf16(plan: Decisions, hardware: Hardware) -> float | None:

@@ -7,48 +7,22 @@ from collections.abc import Iterator
 from shardwright.common.words import in_bytes, in_time
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.hardware import Hardware
-from shardwright.compiler.plan.text import certificate, computed_again, holds, in_tuples, short, table
+from shardwright.compiler.plan.text import in_tuples, meshes_considered, short, table
+from shardwright.compiler.report.plans.answers import NOT_ASKED, answers, in_lines
 from shardwright.compiler.report.plans.summary import ModuleRow, OperatorRow, PlanSummary, plan_summary
 
 MOST_LINES = 57  # what follows the page, such as the seconds of planning, takes three more
-FEWEST_MODULES, MOST_OPERATORS, MOST_COLLECTIVES, MOST_REPLICATED = 8, 6, 8, 4
+FEWEST_MODULES, MOST_OPERATORS, MOST_COLLECTIVES, MOST_REPLICATED = 8, 6, 6, 4
 
 
-def plan_page(plan: Plan, hardware: Hardware) -> str:
+def plan_page(plan: Plan, hardware: Hardware, what_if: str = NOT_ASKED) -> str:
     """The page, whose seconds are those of ``hardware``; `explain` shows every operator and collective."""
     summary = plan_summary(plan, hardware)
-    alive = f"at most {in_bytes(summary.peak_bytes)} are alive at once, in the {summary.peak_at}"
-    head = "\n".join(
-        [
-            *_head(summary),
-            f"each device holds {holds(plan, plan.held)}",
-            alive,
-            *computed_again(plan),
-            *certificate(plan),
-        ]
-    )
+    head = "\n".join([in_lines(answers(plan, summary, what_if)), *meshes_considered(plan)])
     below = [_operators(summary), _collectives(summary), *_replicated(summary)]
     taken = sum(len(part.splitlines()) + 1 for part in [head, *below])
     most_modules = max(FEWEST_MODULES, MOST_LINES - taken - 3)  # beside the head of the table and what is left out
     return "\n\n".join([head, _modules(summary, most_modules), *below])
-
-
-def _head(summary: PlanSummary) -> Iterator[str]:
-    exposed = f"{in_time(summary.exposed_s)} exposed ({summary.exposed_s / summary.step_s:.1%} of the step)"
-    hidden = f"; {in_time(summary.hidden_s)} of the communication is hidden, {exposed}" if summary.hidden_s else ""
-    around = f", {in_time(summary.around_s)} around these" if summary.around_s else ""
-    mesh = " ".join(f"{name}={size}" for name, size in summary.mesh.items())
-    yield f"plan: mode {summary.mode}, search {summary.search}, mesh {mesh}, {summary.devices} devices"
-    yield (
-        f"a step on {summary.hardware} in {summary.dtype} takes {in_time(summary.step_s)}: "
-        f"{in_time(summary.computing_s)} computing, {in_time(summary.communicating_s)} communicating, "
-        f"{in_time(summary.updating_s)} updating parameters"
-        f"{around}{hidden}"
-    )
-    if summary.bf16_step_s is not None:
-        took = in_time(summary.bf16_step_s)
-        yield f"in bfloat16 this plan takes about {took}, without the casts: type --precision bf16 to plan with them"
-    yield f"each device sends {in_bytes(summary.sent_bytes)} per step"
 
 
 def _modules(summary: PlanSummary, most: int) -> str:
