@@ -2,6 +2,7 @@
 
 import importlib.util
 import itertools
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +29,7 @@ def published():
     """The script that has the models, as a module."""
     spec = importlib.util.spec_from_file_location("plan_models", SCRIPT)
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look their module up
     spec.loader.exec_module(module)
     return module
 
@@ -39,12 +41,34 @@ def loss_fn(model, batch):
     return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
 
 
+def test_the_last_line_has_the_longest_planning_and_the_largest_gap(monkeypatch, capsys):
+    figures = {"planning_s": 14.26, "gap": 0.00409} | dict.fromkeys(
+        ("operators", "capture_s", "processor_s", "peak_gib", "step_s", "per_s", "mfu", "alike", "holds_gib"), 1
+    )
+    given = []
+
+    def case(of):
+        given.append(of)
+        return figures | {"mesh": "dp=8", "devices": 8, "without_rule": 0} if of.devices != 8 else "PlanError: none"
+
+    monkeypatch.setattr(MODELS, "_in_own_process", case)
+    command = ["plan_models.py", "--only", "llama_8b", "--devices", "64", "8", "--mesh", "8,8", "--memory", "80GiB"]
+    monkeypatch.setattr(sys, "argv", command)
+    MODELS.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "planning 14.3 s, gap 0.41 %"
+    assert "| llama_8b | 8 | PlanError: none |" in lines
+    usual = MODELS.Case("llama_8b", memory="80GiB")
+    wheres = {"mesh": "8,8"}, {"devices": 64}, {"devices": 8}
+    assert given == [replace(usual, **where) for where in wheres]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", MODELS.MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS.MODELS if name != "llama_70b"])
 def test_every_search_plans_published_models_on_three_axes(name):
     """Two layers of each, at their published widths."""
-    capture = MODELS.captured(name, layers=2)
+    capture = MODELS.captured(MODELS.Case(name, dtype="float32", batch=192, layers=2))
     for size in (2, 4):
         mesh = Mesh.of(a=size, b=size, c=size)
         costs = {}
@@ -62,16 +86,16 @@ def test_every_search_plans_published_models_on_three_axes(name):
     ("name", "mesh", "dtype", "gap"),
     [
         *itertools.product(
-            ["gpt2-xl", "llama-3-8b", "bert-large", "vit-large", "resnet-152"], ["8", "8,8", "6"], ["float32"], [0.03]
+            ["gpt2_xl", "llama_8b", "bert_l", "vit_l", "resnet_152"], ["8", "8,8", "6"], ["float32"], [0.03]
         ),
-        ("t5-3b", "8,8", "float32", 0.03),
-        ("mixtral-8x7b", "8", "bfloat16", 0.03),
-        ("mixtral-8x7b", "8,8", "bfloat16", 0.07),  # which communicates for longer than it computes
+        ("t5_3b", "8,8", "float32", 0.03),
+        ("mixtral_8x7b", "8", "bfloat16", 0.03),
+        ("mixtral_8x7b", "8,8", "bfloat16", 0.07),  # which communicates for longer than it computes
     ],
 )
 def test_published_models_fit_their_devices_and_share_out_their_work(name, mesh, dtype, gap):
     """At all layers, with AdamW in 80 GiB."""
-    found = MODELS.one_case(name, None, mesh, "exact", "80GiB", dtype)
+    found = MODELS.planned(MODELS.Case(name, mesh=mesh, memory="80GiB", dtype=dtype, batch=192))
     assert found["holds_gib"] <= 80
     assert found["gap"] < gap
     assert found["alike"] < 0.01
@@ -81,7 +105,7 @@ def test_published_models_fit_their_devices_and_share_out_their_work(name, mesh,
 @pytest.mark.timeout(900)
 def test_mixtral_is_refused_where_its_parameters_alone_are_too_much():
     with pytest.raises(OverBudget, match=r"there is none: however they are split, .* 93.4 GB on each of 8 devices"):
-        MODELS.one_case("mixtral-8x7b", None, "8", "exact", "80GiB")
+        MODELS.planned(MODELS.Case("mixtral_8x7b", mesh="8", memory="80GiB", dtype="float32"))
 
 
 @pytest.mark.slow
