@@ -28,11 +28,24 @@ class _PlanCommand(click.Command):
 
 
 @click.command(cls=_PlanCommand)
-@click.option("--devices", type=int, metavar="N", help="How many; without it those of the mesh or of the loaded plan.")
+@click.option(
+    "--devices", metavar="N",
+    help="How many; without it those of the mesh or of the loaded plan. min: the fewest on which a plan fits --memory.",
+)  # fmt: skip
 @click.option(
     "--hosts", type=int, metavar="N", help="On how many they stand; without it all on one, or as a profile says."
 )
 @click.option("--mesh", metavar="dp=2,tp=4", help="The devices as named axes.")
+@click.option(
+    "--batch", metavar="ROWS",
+    help="Of the global batch, in place of those that build() returns. search: those that give the most samples/s "
+    "within --memory.",
+)  # fmt: skip
+@click.option(
+    "--what-if",
+    is_flag=True,
+    help="Plan also on one more host and with twice the memory; takes as long again for each.",
+)
 @click.option("--mode", type=_MODES, default="auto", show_default=True, help="How much the planner decides.")
 @click.option("--search", type=_SEARCHES, help="How it searches; without it the usual way of the mode.")
 @click.option("--inputs", type=click.Choice(["split", "whole"]), default="split", show_default=True, help="Of batches.")

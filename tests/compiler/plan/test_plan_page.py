@@ -157,7 +157,7 @@ def test_what_binds_is_what_takes_longest_and_the_memory_that_a_plan_needs(plan)
     once = again.computing_again(frozenset(), frozenset()).held.total
     for limit, binding in ((once - 1, True), (2 * once, False)):
         found, told = binds(replace(again, memory=limit))
-        assert (found[1:] == ("memory",), ", and memory: " in told) == (binding, binding)
+        assert (found[1:] == ("memory",), "; memory binds, too: " in told) == (binding, binding)
         assert "what is recomputed and gathered again takes " in told
 
 

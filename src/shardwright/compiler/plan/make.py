@@ -18,6 +18,7 @@ from shardwright.compiler.plan.axis_names import with_axis_names
 from shardwright.compiler.plan.plan import Plan, plan_of
 from shardwright.compiler.plan.pricing.cost import Seconds
 from shardwright.compiler.plan.pricing.graph import RuledGraph
+from shardwright.compiler.plan.pricing.memory import OptimizerStates
 from shardwright.compiler.plan.request import PlanRequest
 from shardwright.compiler.plan.search.choices import Choice, OverBudget, Space, data_parallel
 from shardwright.compiler.plan.searches import MODES
@@ -58,11 +59,16 @@ def _garbage_collection_paused() -> Iterator[None]:
             gc.enable()
 
 
+def fixed_bytes(capture: Capture, optimizer: OptimizerStates) -> tuple[int, int, int]:
+    """Return the bytes of the parameters, of their gradients, and of the states of the optimizer, on all devices."""
+    parameters = capture.of_kind("parameter")
+    trained = sum(value.bytes for value in parameters if value.needs_gradient)
+    return sum(value.bytes for value in parameters), trained, optimizer.bytes_for(trained)
+
+
 def _refuse_what_cannot_fit(graph: RuledGraph, request: PlanRequest) -> None:
     """Refuse, before a search, what no plan can hold: parameters split over all devices, their gradients and states."""
-    devices, parameters = request.mesh.size, graph.capture.of_kind("parameter")
-    trained = sum(value.bytes for value in parameters if value.needs_gradient)
-    kinds = sum(value.bytes for value in parameters), trained, request.optimizer.bytes_for(trained)
+    devices, kinds = request.mesh.size, fixed_bytes(graph.capture, request.optimizer)
     floor, each = sum(kinds), [in_bytes(size / devices) for size in kinds]
     if request.memory is not None and floor > devices * request.memory:
         raise OverBudget(

@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-import torch
-
-from shardwright.compiler.capture.step import captured_step
-from shardwright.compiler.capture.tracing.gpu_autocast import NOTE, autocast_without_gpu
-from shardwright.compiler.mesh.mesh import Mesh
-from shardwright.compiler.plan.make import make_plan
+from shardwright.compiler.mesh.mesh import UNNAMED, Mesh
 from shardwright.compiler.plan.plan import Plan
-from shardwright.compiler.plan.pricing.graph import RuledGraph
-from shardwright.compiler.plan.pricing.hardware import Hardware, read_hardware
+from shardwright.compiler.plan.pricing.hardware import read_hardware
 from shardwright.compiler.plan.pricing.memory import states_of
-from shardwright.compiler.plan.pricing.reserve import AUTO, reserve_of
+from shardwright.compiler.plan.pricing.reserve import AUTO
 from shardwright.compiler.plan.request import PlanRequest, read_memory, read_patterns
 from shardwright.compiler.plan.searches import MindSporeMode, Mode, SearchName, mode_called
+from shardwright.compiler.report.plans.answers import NOT_ASKED
 from shardwright.compiler.report.plans.comparison import comparison, in_numbers, with_known_plans
 from shardwright.compiler.report.plans.html import PlanDocument, document_of
 from shardwright.compiler.report.plans.summary import plan_summary
 from shardwright.compiler.report.plans.text_page import plan_page
-from shardwright.distributed.backends.table import usual_backend
-from shardwright.distributed.precision import Precision, within
-from shardwright.errors import ShardwrightError, UsageError
-from shardwright.runtime.verification.build import BuildFunction, BuiltModel
-
-T = TypeVar("T")
+from shardwright.distributed.precision import Precision
+from shardwright.errors import UsageError
+from shardwright.runtime.verification.advice import Advised, Change, best_batch, fewest_devices, in_words, what_if
+from shardwright.runtime.verification.build import BuildFunction
+from shardwright.runtime.verification.file_planner import FilePlanner, PlanningOptions
 
 
 @dataclass(frozen=True)
@@ -43,9 +35,11 @@ class PlannedFile:
     request: PlanRequest
     notes: tuple[str, ...]
     seconds: Mapping[str, float]
+    advised: Advised | None = None
+    changes: tuple[Change, ...] | None = None  # None where nobody asked
 
     def __str__(self) -> str:
-        return self._with_notes(plan_page(self.plan, self.request.hardware))
+        return self._with_notes(self._page)
 
     def full(self) -> str:
         """Every operator and every collective."""
@@ -54,7 +48,7 @@ class PlannedFile:
     def with_comparison(self) -> str:
         """The page, and the plans that people know by name beside this one."""
         table = comparison(self._known_plans, self.request.hardware)
-        return self._with_notes(f"{plan_page(self.plan, self.request.hardware)}\n\n{table}")
+        return self._with_notes(f"{self._page}\n\n{table}")
 
     def explained(self, name: str) -> str:
         """Return what the plan does with a module, an operator or a parameter, and why; as `Plan.explain`."""
@@ -65,6 +59,10 @@ class PlannedFile:
         found = asdict(plan_summary(self.plan, self.request.hardware))
         if compared:
             found["known_plans"] = in_numbers(self._known_plans, self.request.hardware)
+        if self.advised is not None:
+            found["tried"] = [asdict(one) for one in self.advised.tried]
+        if self.changes is not None:
+            found["what_if"] = [asdict(change) for change in self.changes]
         return found | {"notes": list(self.notes), "seconds": dict(self.seconds)}
 
     def difference(self, path: str) -> str:
@@ -86,7 +84,16 @@ class PlannedFile:
             plans[Path(beside).name] = Plan.load(beside, self.plan.graph)
         if compared:
             plans |= {name: plan for name, plan in self._known_plans.items() if isinstance(plan, Plan)}
-        return document_of(title, plans, self.request.hardware)
+        return document_of(title, plans, self.request.hardware, self._what_if)
+
+    @property
+    def _page(self) -> str:
+        page = plan_page(self.plan, self.request.hardware, self._what_if)
+        return page if self.advised is None else f"{self.advised}\n\n{page}"
+
+    @property
+    def _what_if(self) -> str:
+        return NOT_ASKED if self.changes is None else in_words(self.changes, self.plan)
 
     @cached_property
     def _known_plans(self) -> Mapping[str, Plan | str]:
@@ -100,9 +107,10 @@ class PlannedFile:
 def plan_file(
     target: str,
     *,
-    devices: int | None = None,
+    devices: int | str | None = None,
     hosts: int | None = None,
     mesh: str | None = None,
+    batch: int | str | None = None,
     mode: Mode | MindSporeMode = "auto",
     search: SearchName | None = None,
     inputs: Literal["split", "whole"] = "split",
@@ -112,123 +120,138 @@ def plan_file(
     optimizer: str = "adamw",
     recompute: Sequence[str] = (),
     precision: Precision | None = None,
+    what_if: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> PlannedFile:
     """Plan the model that ``FILE.py:build`` makes, or hold a saved plan against it.
 
     Args:
         target: ``FILE.py:build``; the model is made on the meta device, or for real where that fails.
-        devices: how many; those of the mesh or of the loaded plan where None.
+        devices: how many; those of the mesh or of the loaded plan where None; "min": the fewest on which a plan fits.
         hosts: on how many the devices stand, neighbours side by side; as ``hardware`` says where None.
+        batch: how many rows the global batch has; as many as build() gives where None; "search": those of the batch
+            that gives the most samples per second.
         hardware: whose prices: the name of a shipped profile, or the path of one.
         load: a saved plan, in place of a search.
         memory: how many bytes each device may hold, as "80GiB"; "auto" is what a `Reserve` leaves of it.
         optimizer: the name of the one that will update the parameters.
         recompute: patterns of the paths of modules that the backward is to compute again.
         precision: what a step computes in, by autocast; by default as the loss function itself says.
+        what_if: whether it is planned on one more host and with twice the memory, too.
         progress: called with the name of each stage as it begins.
 
     Raises:
         UsageError: where the file, the function or an argument does not fit.
         CaptureError, StrategyError, PlanError: as `sw.parallelize` does.
     """
-    states, limit = states_of(optimizer), None if memory in (None, AUTO) else read_memory(memory)
-    build = BuildFunction.parse(target).load()
-    chosen = None if load else _mesh(devices, mesh)
-    # Read before what takes long; which profile "cpu" is, only the number of devices says.
-    prices = hardware if hardware == "cpu" else read_hardware(hardware)
-    kept_free = None
-    if chosen is not None:
-        known = _on_hosts(prices, hosts, chosen.size)
-        if memory == AUTO:
-            kept_free = reserve_of(known)
-            limit = kept_free.limit_bytes
-    stages = _Stages(progress)
-    graph, notes = _captured(build, precision, prices, stages)
-    if chosen is not None:
-        patterns = read_patterns(recompute)
-        request = PlanRequest(
-            chosen, mode_called(mode), search, inputs, known, memory=limit, optimizer=states, recompute=patterns
-        )
-        plan = stages.timed("planning", lambda: make_plan(graph.capture, request))
+    wanted = _Wanted.read(devices, hosts, mesh, batch, memory, load, what_if)
+    states = states_of(optimizer)
+    limit = None if memory is None else AUTO if memory == AUTO else read_memory(memory)
+    options = PlanningOptions(
+        # Read before what takes long; which profile "cpu" is, only the number of devices says.
+        "cpu" if hardware == "cpu" else read_hardware(hardware),
+        mode_called(mode),
+        search,
+        inputs,
+        limit,
+        states,
+        read_patterns(recompute),
+        precision,
+    )
+    planner = FilePlanner(BuildFunction.parse(target), options, progress)
+    return _loaded(planner, load, wanted) if load is not None else _planned(planner, wanted)
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """The devices and the batch that somebody asks for, by number or by what they are to be best at."""
+
+    devices: int | Literal["min"] | None
+    hosts: int | None
+    mesh: str | None
+    rows: int | Literal["search"] | None
+    what_if: bool
+
+    @staticmethod
+    def read(
+        devices: int | str | None,
+        hosts: int | None,
+        mesh: str | None,
+        batch: int | str | None,
+        memory: str | None,
+        load: str | None,
+        what_if: bool,
+    ) -> _Wanted:
+        """Return what is asked for.
+
+        Raises:
+            UsageError: where a word is no number, or options do not go together.
+        """
+        wanted = _Wanted(_number("devices", devices, "min"), hosts, mesh, _number("batch", batch, "search"), what_if)
+        asked = {"--devices min": wanted.devices == "min", "--batch search": wanted.rows == "search"}
+        tries = [option for option, given in asked.items() if given]
+        if load is not None and (again := [*tries, *["--what-if"] * what_if]):
+            raise UsageError(f"{again[0]} makes plans, and --load shows one that is made: leave out one of them")
+        if len(tries) > 1:
+            raise UsageError("--devices min and --batch search each look for something: type a number for one of them")
+        if tries and memory is None:
+            raise UsageError(f"{tries[0]} looks for what fits: type how much a device may hold, as --memory 80GiB")
+        if asked["--devices min"] and (mesh is not None or hosts is not None):
+            given = "--mesh" if mesh is not None else "--hosts"
+            raise UsageError(f"--devices min tries devices by the hosts of the hardware profile: leave out {given}")
+        return wanted
+
+    @property
+    def numbered(self) -> int | None:
+        """Return the rows that are given as a number."""
+        return None if self.rows == "search" else self.rows
+
+
+def _number(option: str, given: int | str | None, word: Literal["min", "search"]) -> Any:
+    """Return a number from 1 on, or the word."""
+    if given is None or given == word:
+        return given
+    if not str(given).isdecimal() or int(given) < 1:
+        what = {"devices": "number of devices", "batch": "number of rows of a batch"}[option]
+        raise UsageError(f"--{option} {given} is no {what}; type a whole number from 1 on, or {word}")
+    return int(given)
+
+
+def _planned(planner: FilePlanner, wanted: _Wanted) -> PlannedFile:
+    advised = None
+    if wanted.devices == "min":
+        advised = fewest_devices(planner, wanted.numbered)
+        plan, request = advised.plan, advised.request
     else:
-        plan = stages.timed("loading", lambda: Plan.load(load or "", graph))
-        _refuse_other_size(plan, load or "", devices, mesh)
-        known = _on_hosts(prices, hosts, plan.mesh.size)
-        request = PlanRequest(plan.named, inputs=inputs, hardware=known, optimizer=plan.optimizer)
-    if kept_free is not None:
-        notes = (*notes, f"memory: {kept_free}")
-    return PlannedFile(plan, request, notes, stages.seconds)
+        request = planner.options.request(_mesh(wanted.devices, wanted.mesh), wanted.hosts)
+        if wanted.rows == "search":
+            advised = best_batch(planner, request)
+            plan = advised.plan
+        else:
+            plan = planner.plan(planner.graph(wanted.rows), request)
+    changes = what_if(planner, plan, request, wanted.hosts) if wanted.what_if else None
+    return PlannedFile(plan, request, tuple(planner.notes), planner.seconds, advised, changes)
 
 
-def _captured(
-    build: Callable[[], BuiltModel], precision: Precision | None, prices: Hardware | str, stages: _Stages
-) -> tuple[RuledGraph, tuple[str, ...]]:
-    """Return the graph of a step on the device that the prices are of, and what is to be said of how it came to be."""
-    device, on_gpus = None, isinstance(prices, Hardware) and prices.device_type == "cuda"
-    if on_gpus and torch.cuda.is_available():
-        device = torch.device("cuda", torch.cuda.current_device())
-    with autocast_without_gpu() if on_gpus and device is None else nullcontext(lambda: False) as autocast:
-        built, notes = stages.timed("building", lambda: _build_without_storage(build))
-        loss_fn = within(precision, device or torch.device("cuda" if on_gpus else "cpu"), built.loss_fn)
-        graph = stages.timed(
-            "capturing",
-            lambda: RuledGraph.of(captured_step(built.model, loss_fn, built.batches[0], built.pins, device=device)),
-        )
-        return graph, (*notes, *([NOTE] if autocast() else []))
+def _loaded(planner: FilePlanner, path: str, wanted: _Wanted) -> PlannedFile:
+    graph, options = planner.graph(wanted.numbered), planner.options
+    plan = planner.timed("loading", lambda: Plan.load(path, graph))
+    if (wanted.devices, wanted.mesh) != (None, None):
+        _refuse_other_size(plan, path, _mesh(wanted.devices, wanted.mesh))
+    known = options.on_hosts(wanted.hosts, plan.mesh.size)
+    request = PlanRequest(plan.named, inputs=options.inputs, hardware=known, optimizer=plan.optimizer)
+    return PlannedFile(plan, request, tuple(planner.notes), planner.seconds)
 
 
-class _Stages:
-    """Times the stages, and says which one begins."""
-
-    def __init__(self, progress: Callable[[str], None] | None) -> None:
-        self.seconds: dict[str, float] = {}
-        self._progress = progress
-
-    def timed(self, stage: str, make: Callable[[], T]) -> T:
-        if self._progress is not None:
-            self._progress(stage)
-        start_s = time.perf_counter()
-        result = make()
-        self.seconds[stage] = time.perf_counter() - start_s
-        return result
-
-
-def _build_without_storage(build: Callable[[], BuiltModel]) -> tuple[BuiltModel, tuple[str, ...]]:
-    """A model that is too large for this machine can be planned, as long as its making reads no values."""
-    try:
-        with torch.device("meta"):
-            return build(), ()
-    except ShardwrightError as error:
-        reason = str(error).splitlines()[0]
-    return build(), (f"built with storage, since it cannot be built on the meta device: {reason}",)
-
-
-def _mesh(devices: int | None, mesh: str | None) -> Mesh:
+def _mesh(devices: int | Literal["min"] | None, mesh: str | None) -> Mesh:
     if devices is None and mesh is None:
         raise UsageError("for how many devices? type --devices 8 or --mesh dp=2,tp=4")
-    if devices is not None and devices < 1:
-        raise UsageError(f"--devices {devices} is no number of devices; type a whole number from 1 on")
-    chosen = Mesh.parse(mesh) if mesh is not None else Mesh.of(ranks=devices or 1)
+    chosen = Mesh.parse(mesh) if mesh is not None else Mesh.of(**{UNNAMED: int(devices or 1)})
     if devices not in (None, chosen.size):
         raise UsageError(f"--mesh {mesh} has {chosen.size} devices, --devices says {devices}; leave one of them out")
     return chosen
 
 
-def _on_hosts(prices: Hardware | str, hosts: int | None, devices: int) -> Hardware:
-    known = read_hardware(prices, usual_backend("cpu", shared=hosts != devices).name)
-    if hosts is None:
-        return known
-    if hosts < 1 or devices % hosts:
-        raise UsageError(
-            f"--hosts {hosts} for {devices} devices: each has as many; type a number that divides {devices}"
-        )
-    return known.on_hosts([str(device * hosts // devices) for device in range(devices)])
-
-
-def _refuse_other_size(plan: Plan, path: str, devices: int | None, mesh: str | None) -> None:
-    if devices is None and mesh is None:
-        return
-    wanted = _mesh(devices, mesh)
+def _refuse_other_size(plan: Plan, path: str, wanted: Mesh) -> None:
     if wanted.size != plan.mesh.size:
         raise UsageError(f"{path} is a plan for {plan.mesh.size} devices, not for {wanted.size}; plan again")

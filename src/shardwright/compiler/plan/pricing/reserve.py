@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from shardwright.common.words import in_bytes
 from shardwright.compiler.plan.pricing.hardware import Hardware
 from shardwright.errors import UsageError
 
-AUTO = "auto"
+AUTO: Literal["auto"] = "auto"
 _OUTSIDE_BYTES = 1_500_000_000  # where nobody has measured it
 _WORKSPACE_BYTES = 256 * 2**20
 _FRAGMENTS = 0.03

@@ -111,8 +111,8 @@ def _binds(summary: PlanSummary) -> str:
     if summary.memory is None:
         return f"{found}; no limit of memory was given{repeated}"
     held = f"{_share(summary.held_bytes['total'], summary.memory)} of it is held"
-    binds = "and memory" if "memory" in summary.binds else "not memory"
-    return f"{found}, {binds}: {held}{repeated}"
+    binds = "memory binds, too" if "memory" in summary.binds else "memory is not full"
+    return f"{found}; {binds}: {held}{repeated}"
 
 
 def _computing(summary: PlanSummary) -> str:

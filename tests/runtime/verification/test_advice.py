@@ -1,0 +1,231 @@
+"""The batch that gives most, the fewest devices that are enough, and what more of them would change: by plans made."""
+
+import json
+import re
+import sys
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwright.cli import main
+from shardwright.compiler.plan.search.choices import OverBudget
+from shardwright.errors import PlanError, UsageError
+from shardwright.runtime.verification import advice
+from shardwright.runtime.verification.advice import best_batch, fewest_devices
+from shardwright.runtime.verification.file_planner import FilePlanner, with_rows
+from shardwright.runtime.verification.plan_file import plan_file
+
+NET = """
+    import torch
+    from torch import nn
+    from torch.nn import functional as F
+
+    def build():
+        model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256))
+        return model, lambda m, b: F.mse_loss(m(b[0]), b[1]), (torch.randn(16, 256), torch.randn(16, 256))
+
+    def scalar():
+        return nn.Linear(4, 4), lambda m, b: m(torch.ones(2, 4)).sum() * b, torch.ones(())
+"""
+FAST = {"hardware": "h100", "mode": "data"}
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    Path("net.py").write_text(textwrap.dedent(NET))
+
+
+def shardwright(monkeypatch, capsys, *arguments):
+    monkeypatch.setattr(sys, "argv", ["shardwright", "plan", "net.py:build", "--hardware", "h100", *arguments])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    written = capsys.readouterr()
+    return exit_.value.code or 0, written.out, written.err
+
+
+def test_rows_are_the_first_dim_of_the_tensors_of_a_batch():
+    batch = {"x": torch.arange(6).reshape(3, 2), "y": torch.arange(3), "mask": torch.ones(2, 2), "scale": 0.5}
+    more = with_rows(batch, 7)
+    assert more["x"][:, 0].tolist() == [0, 2, 4, 0, 2, 4, 0]
+    assert more["y"].tolist() == [0, 1, 2, 0, 1, 2, 0]
+    assert (more["mask"].shape, more["scale"]) == ((2, 2), 0.5)
+    assert with_rows((torch.ones(4, 3, device="meta"),), 2)[0].shape == (2, 3)
+
+
+def test_the_best_batch_is_the_fastest_of_those_that_fit(monkeypatch, capsys):
+    code, shown, _ = shardwright(
+        monkeypatch, capsys, "--devices", "4", "--memory", "9MB", "--batch", "search", "--json"
+    )
+    assert code == 0
+    found = json.loads(shown)
+    tried = {one["rows"]: one for one in found["tried"]}
+    assert {16, 32, 64} <= set(tried)
+    assert all(rows % 16 == 0 for rows in tried)
+    fitting = {rows: one["rows_s"] for rows, one in tried.items() if one["error"] is None}
+    assert found["throughput"]["rows"] == max(fitting, key=fitting.get)
+    assert max(one["held_bytes"] for one in tried.values() if one["held_bytes"]) <= 9e6
+    least = min(rows for rows, one in tried.items() if one["error"])  # the limit was met
+    assert "does not fit: at least " in tried[least]["error"]
+    # The best is the plan of that batch: made alone it is the same.
+    alone = shardwright(
+        monkeypatch, capsys, "--devices", "4", "--memory", "9MB", "--batch", str(found["throughput"]["rows"]), "--json"
+    )[1]
+    assert json.loads(alone)["step_s"] == found["step_s"]
+
+
+def test_a_batch_that_does_not_fit_is_halved_and_the_table_says_so():
+    fits = plan_file("net.py:build", devices=1, batch=4, **FAST).plan.held.total
+    found = plan_file("net.py:build", devices=1, batch="search", memory=str(fits), **FAST)
+    assert found.plan.capture.rows == 4
+    lines = str(found).splitlines()
+    assert re.match(r"devices +batch +a step takes +samples/s +a device +MFU +each device holds", lines[0])
+    assert lines[2].endswith("  <- this plan")
+    assert [line.split()[1] for line in lines[2:5]] == ["4", "8", "16"]
+    assert all("does not fit" in line for line in lines[3:5])
+    with pytest.raises(OverBudget, match="no plan was found"):
+        plan_file("net.py:build", devices=1, batch="search", memory="1kB", **FAST)
+
+
+def least_devices(memory, **more):
+    """The fewest devices, by trying one number after the other."""
+    for devices in [1, 2, 4, *range(8, 65, 8)]:
+        try:
+            return plan_file("net.py:build", devices=devices, memory=memory, hardware="h100", **more).plan.mesh.size
+        except PlanError:
+            pass
+    return None
+
+
+@pytest.mark.parametrize("memory", ["9MB", "3MB", "350kB"])
+def test_the_fewest_devices_are_those_that_one_finds_one_by_one(memory):
+    found = plan_file("net.py:build", devices="min", memory=memory, hardware="h100")
+    assert found.plan.mesh.size == least_devices(memory)
+    assert found.plan.held.total <= found.plan.memory
+    assert found.advised.tried
+    assert f"{found.plan.mesh.size} devices" in str(found)
+
+
+def simulated(monkeypatch, holds, rows=16):
+    """Plans that hold so many bytes, by the number of devices and the rows."""
+    tried = []
+
+    def fits(self, graph, request, rows):
+        tried.append((request.mesh.size, rows))
+        least = holds(request.mesh.size, rows)
+        if least > request.memory:
+            self.errors.append(OverBudget("too much", least))
+            self.tried.append(advice.Tried(request.mesh.size, rows, request.memory, error="too much"))
+            return None
+        found = advice.Tried(request.mesh.size, rows, request.memory, 1.0, rows**0.5, 0.0, 0.1, least)
+        self.tried.append(found)
+        self.plans[request.mesh.size, rows] = ((request.mesh.size, rows), request)
+        return found
+
+    monkeypatch.setattr(advice._Trials, "fits", fits)
+    return tried
+
+
+def planner(memory):
+    from shardwright.compiler.plan.pricing.hardware import shipped
+    from shardwright.runtime.verification.build import BuildFunction
+    from shardwright.runtime.verification.file_planner import PlanningOptions
+
+    return FilePlanner(BuildFunction.parse("net.py:build"), PlanningOptions(shipped("h100"), memory=memory))
+
+
+@pytest.mark.parametrize("enough", [1, 2, 8, 16, 24, 40, 104, 4096])
+def test_few_numbers_of_devices_are_tried(monkeypatch, enough):
+    tried = simulated(monkeypatch, lambda devices, rows: 10**8 * enough // devices)
+    found = fewest_devices(planner(10**8), None)
+    assert found.plan[0] == enough
+    assert len(tried) <= 22
+    assert all(devices < 8 or devices % 8 == 0 for devices, _ in tried)
+
+
+def test_where_more_devices_hold_no_less_none_is_enough(monkeypatch):
+    tried = simulated(monkeypatch, lambda devices, rows: 2 * 10**8)
+    with pytest.raises(
+        PlanError, match=r"(?s)however many devices there are:\n  1 devices: too much\n  2 dev.*--memory"
+    ):
+        fewest_devices(planner(10**8), None)
+    assert [devices for devices, _ in tried] == [1, 2]
+
+
+def test_few_batches_are_tried_and_none_that_is_no_multiple(monkeypatch):
+    tried = simulated(monkeypatch, lambda devices, rows: 10**5 * rows)
+    given = planner(10**7)
+    found = best_batch(given, given.options.request(advice._devices(4)))
+    assert [rows for _, rows in tried] == [16, 32, 64, 128, 48, 96]
+    assert found.plan == (4, 96)
+
+
+def test_what_if_plans_one_more_host_and_twice_the_memory(monkeypatch, capsys):
+    given = ["--devices", "8", "--memory", "2MB"]
+    plain = shardwright(monkeypatch, capsys, *given, "--json")[1]
+    assert "what_if" not in json.loads(plain)
+    found = json.loads(shardwright(monkeypatch, capsys, *given, "--json", "--what-if")[1])
+    host, memory = found["what_if"]
+    assert (host["tried"]["devices"], host["tried"]["rows"]) == (16, 32)
+    assert (memory["tried"]["devices"], memory["tried"]["memory"]) == (8, 4_000_000)
+    for change in (host, memory):
+        assert change["gain"] == pytest.approx(change["tried"]["rows_s"] / found["throughput"]["rows_s"] - 1)
+    other = plan_file("net.py:build", devices=16, hosts=2, batch=32, memory="2MB", hardware="h100")
+    assert host["tried"]["held_bytes"] == other.plan.held.total
+    page = shardwright(monkeypatch, capsys, *given, "--what-if", "--html", "plan.html")[1]
+    [line] = [line for line in page.splitlines() if line.startswith("what if: ")]
+    assert line.startswith("what if: one more host (16 devices, 32 samples): ")
+    assert "; twice the memory: " in line
+    assert line.removeprefix("what if: ") in Path("plan.html").read_text()
+    free = shardwright(monkeypatch, capsys, "--devices", "2", "--what-if")[1]
+    assert "twice the memory: nothing, since no limit of it was given" in free
+
+
+def test_one_more_host_keeps_the_names_of_the_mesh():
+    def larger(mesh, hosts=None):
+        made = planner(None).options.request(mesh, hosts)
+        return advice._one_more_host(made, hosts)
+
+    from shardwright.compiler.mesh.mesh import Mesh
+
+    assert [str(part) for part in larger(Mesh.of(dp=2, tp=8))] == ["dp=3 tp=8", "None"]
+    assert [str(part) for part in larger(Mesh.of(dp=2, tp=4), 2)] == ["dp=3 tp=4", "3"]
+    assert [str(part) for part in larger(Mesh.of(dp=4))] == ["dp=8", "2"]
+    made = replace(planner(None).options.request(Mesh.of(dp=3, tp=8)), mesh=Mesh.of(dp=3, tp=8))
+    assert str(advice._one_more_host(made, None)[0]) == "dp=4 tp=8"
+
+
+@pytest.mark.parametrize(
+    ("target", "arguments", "message"),
+    [
+        ("build", ["--devices", "min"], "--devices min looks for what fits: type how much a device may hold"),
+        ("build", ["--devices", "4", "--batch", "search"], "--batch search looks for what fits: type how much"),
+        ("build", ["--devices", "few"], "--devices few is no number of devices; type a whole number from 1 on, or min"),
+        ("build", ["--devices", "4", "--batch", "0"], "--batch 0 is no number of rows of a batch; type a whole number"),
+        ("build", ["--devices", "min", "--memory", "1GB", "--mesh", "dp=2"], "hardware profile: leave out --mesh"),
+        ("build", ["--devices", "min", "--memory", "1GB", "--hosts", "2"], "hardware profile: leave out --hosts"),
+        ("build", ["--devices", "min", "--batch", "search", "--memory", "1GB"], "each look for something: type"),
+        ("build", ["--load", "p.json", "--what-if"], "--what-if makes plans, and --load shows one that is made"),
+        ("build", ["--load", "p.json", "--devices", "min", "--memory", "1GB"], "--devices min makes plans, and --load"),
+        ("scalar", ["--devices", "2", "--batch", "8"], "is a Tensor with tensors of the shapes [[]]"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together_is_one_readable_message(target, arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["shardwright", "plan", f"net.py:{target}", "--hardware", "h100", *arguments])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    written = capsys.readouterr()
+    assert (exit_.value.code, written.out) == (2, "")
+    assert message in written.err
+    assert "Traceback" not in written.err
+
+
+def test_a_plan_of_another_batch_is_loaded_with_it():
+    plan_file("net.py:build", devices=2, batch=64, **FAST).plan.save("plan.json")
+    assert plan_file("net.py:build", load="plan.json", batch=64, hardware="h100").plan.capture.rows == 64
+    with pytest.raises((PlanError, UsageError)):
+        plan_file("net.py:build", load="plan.json", batch=8, devices=4, hardware="h100")
