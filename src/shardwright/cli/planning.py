@@ -76,6 +76,7 @@ class _PlanCommand(click.Command):
     "--html", metavar="plan.html", help="Write a page for a browser: the model as a tree, a step's time line."
 )
 @click.option("--beside", metavar="other.json", help="What another plan of this model does otherwise, also in --html.")
+@click.option("--profile", is_flag=True, help="Say below where the seconds of planning went.")
 @click.option("--json", "as_json", is_flag=True, help="The page as one JSON object; docs/planning.md lists its keys.")
 @click.argument("target", metavar="FILE.py:build", shell_complete=file_names)
 def plan(
@@ -104,6 +105,7 @@ def plan(
 
     with waiting_for(f"reading {target}") as work:
         from shardwright.compiler.report.plans.html import save_html
+        from shardwright.compiler.report.plans.stages_page import stages_page
         from shardwright.runtime.verification.plan_file import plan_file
 
         planned = plan_file(target, progress=work.stage, **options)
@@ -120,6 +122,8 @@ def plan(
             text = planned.full() if full else planned.with_comparison() if compare else str(planned)
         if beside is not None and not as_json and explain is None:
             text = f"{text}\n\n{planned.difference(beside)}"
+        if planned.stages is not None and not as_json:
+            text = f"{text}\n\n{stages_page(planned.stages)}"
     click.echo(text)
 
 

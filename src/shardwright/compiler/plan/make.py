@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
+from shardwright.common.stages import stage
 from shardwright.common.words import in_bytes
 from shardwright.compiler.capture.ir import Capture
 from shardwright.compiler.mesh.mesh import UNNAMED, Mesh
@@ -33,7 +34,7 @@ def make_plan(capture: Capture, request: PlanRequest) -> Plan:
         StrategyError: where a pin cannot be fulfilled.
         PlanError: where no plan exists.
     """
-    with _garbage_collection_paused():
+    with _garbage_collection_paused(), stage(search=request.searched):
         plan = _made(RuledGraph.of(capture), request)
         return plan if request.axes is not None else with_axis_names(plan)  # an earlier plan has named them
 

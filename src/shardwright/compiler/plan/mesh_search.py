@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache, cached_property, partial
 
+from shardwright.common.stages import in_stage, stage
 from shardwright.common.words import in_bytes, typed_bytes
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.plan.decisions import Transfer
@@ -79,7 +80,7 @@ class MeshSearch:
         return Budget(
             request.memory,
             request.optimizer,
-            lambda choice: self.plan(choice).held.total,
+            self._held,
             lambda choice, bound: self.refusal([choice], bound),
             self.settle,
             self.fewest,
@@ -112,6 +113,7 @@ class MeshSearch:
         least = min(plans, key=lambda plan: plan.held.total)
         return OverBudget(_too_much(least), least.held.total, bound)
 
+    @in_stage("pricing")
     def plan(self, choice: Choice) -> Plan:
         """The plan of a choice; what follows from decisions is worked out once for those that were asked for last."""
         strategies = casting_shards(self.space.graph, self.mesh, choice.strategies, choice.leaves)
@@ -124,6 +126,11 @@ class MeshSearch:
         self._last = [found, *self._last[: LAST - 1]]
         return found
 
+    @in_stage("pricing")
+    def _held(self, choice: Choice) -> int:
+        return self.plan(choice).held.total
+
+    @in_stage("pricing")
     def settle(self, choice: Choice) -> Choice:
         """Return the plan with the named blocks recomputed, and with all that the backward does again."""
         choice = replace(choice, recomputed=choice.recomputed | self.space.demanded)
@@ -168,6 +175,7 @@ class MeshSearch:
             total += 2 * size + self.request.optimizer.bytes_for(size) if trained else size
         return total
 
+    @in_stage("pricing")
     def fewest(self, choice: Choice, limit: int) -> Choice | None:
         """Return the plan with the fewest recomputed blocks with which it holds no more; None where it always does.
 
@@ -299,6 +307,7 @@ def best_baseline(on_mesh: MeshSearch, row: Search, over: OverBudget) -> Choice:
     return replace(best, bound=None if row.by_axes else min(over.bound, best.cost or 0.0))
 
 
+@in_stage("alternatives")
 def or_alternative(choice: Choice, row: Search, on_mesh: MeshSearch) -> Choice:
     """The choice, or the best of the others that may be taken, where a gap is left and one of them costs less."""
     if choice.cost is None or choice.bound is None or choice.bound >= choice.cost * (1 - EQUAL):
@@ -309,7 +318,8 @@ def or_alternative(choice: Choice, row: Search, on_mesh: MeshSearch) -> Choice:
     for find in _others(row, on_mesh, choice.price):
         least = best.cost or 0.0
         with suppress(PlanError):  # impossible on this mesh, too wide, or nothing cheaper
-            other = find(least)
+            with stage(search="alternative"):
+                other = find(least)
             if not _allowed(other, space, request):
                 continue
             held.append(other)

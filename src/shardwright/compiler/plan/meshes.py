@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Generic, TypeVar
 
+from shardwright.common.stages import in_stage, stage
 from shardwright.common.words import in_bytes
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.plan.decisions import Decisions
@@ -134,7 +135,8 @@ class Meshes:
     def look_at(self, on_meshes: Sequence[MeshSearch]) -> None:
         """Search these meshes for what costs less than what was found."""
         for on_mesh in on_meshes:
-            self._said.append(f"{on_mesh.mesh} {self._searched(on_mesh)}")
+            with stage(mesh=str(on_mesh.mesh)):
+                self._said.append(f"{on_mesh.mesh} {self._searched(on_mesh)}")
             on_mesh.forget()
 
     def _searched(self, on_mesh: MeshSearch) -> str:
@@ -281,7 +283,8 @@ class _Weighing(Generic[P]):
     def _rises_at(self, weight: float) -> bool:
         """Search at a weight; return whether the bound rises there."""
         hides, known = self._hides, min(self._found, key=lambda one: one.at(weight, self._hides), default=None)
-        found = self._search(self._objective.hiding(weight), known.at(weight, hides) if known else math.inf)
+        with stage(search=f"hiding {weight:.3g}"):
+            found = self._search(self._objective.hiding(weight), known.at(weight, hides) if known else math.inf)
         cost = known.at(weight, hides) if known else math.inf
         if found.plan is not None:
             known, cost = self._take(found.plan), found.plan.cost or 0.0
@@ -295,12 +298,14 @@ class _Weighing(Generic[P]):
     def _look_without_hiding(self, over: OverBudget | None) -> None:
         """Search as if nothing were hidden; where nothing fits that has been found before, either, raise the error."""
         try:
-            found = self._search(self._objective, min((one.cost for one in self._found), default=math.inf))
+            with stage(search="hiding nothing"):
+                found = self._search(self._objective, min((one.cost for one in self._found), default=math.inf))
         except OverBudget as again:
             raise min((again, over or again), key=lambda error: error.least_bytes) from None
         if found.plan is not None:
             self._take(found.plan)
 
+    @in_stage("pricing")
     def _take(self, plan: P) -> _Weighed[P]:
         """Keep a plan that a search has found, with what its step takes."""
         prices = Prices(plan, self._objective.hardware)

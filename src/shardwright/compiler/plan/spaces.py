@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 
+from shardwright.common.stages import in_stage
 from shardwright.compiler.capture.ir import Capture, Node, Pin, Value
 from shardwright.compiler.mesh.layout import Layout, Split
 from shardwright.compiler.mesh.mesh import Mesh
@@ -191,6 +192,7 @@ def _text(pin: Pin) -> str:
     return f"{pin.operands}" + (f" -> {pin.results}" if any(r is not None for r in pin.results) else "")
 
 
+@in_stage("spaces")
 def space_of(graph: RuledGraph, mesh: Mesh, request: PlanRequest, row: Search) -> Space:
     """Everything that the search may choose on ``mesh``."""
     leaves = fixed_leaves(graph.capture, mesh, request.inputs, request.storage, every_rank=False)
@@ -271,6 +273,7 @@ def with_parameters(
     return found
 
 
+@in_stage("spaces")
 def meshes_for(graph: RuledGraph, request: PlanRequest, most_axes: int) -> tuple[Mesh, ...]:
     """The meshes to search, as coarse as serves; finer ones where pins need them."""
     atoms = request.mesh.atomic()
@@ -291,6 +294,7 @@ def _serves(mesh: Mesh, graph: RuledGraph) -> bool:
     return True
 
 
+@in_stage("spaces")
 def tensor_space(graph: RuledGraph, mesh: Mesh, following: Mapping[str, Strategy], leaves_of: Space) -> Space:
     """The choices of tensor parallelism: weights split over the last axis of the mesh, the batch over the others.
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from shardwright.common import trees
+from shardwright.common import stages, trees
 from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.capture.tracing.gpu_autocast import NOTE, autocast_without_gpu
 from shardwright.compiler.mesh.mesh import Mesh
@@ -103,7 +103,8 @@ class FilePlanner:
         if self.progress is not None:
             self.progress(f"{stage}{detail}")
         start_s = time.perf_counter()
-        result = make()
+        with stages.stage(stage):
+            result = make()
         self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start_s
         return result
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from shardwright.common.stages import StageRow, recorded
 from shardwright.compiler.mesh.mesh import UNNAMED, Mesh
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.hardware import read_hardware
@@ -37,6 +39,7 @@ class PlannedFile:
     seconds: Mapping[str, float]
     advised: Advised | None = None
     changes: tuple[Change, ...] | None = None  # None where nobody asked
+    stages: tuple[StageRow, ...] | None = None
 
     def __str__(self) -> str:
         return self._with_notes(self._page)
@@ -63,6 +66,8 @@ class PlannedFile:
             found["tried"] = [asdict(one) for one in self.advised.tried]
         if self.changes is not None:
             found["what_if"] = [asdict(change) for change in self.changes]
+        if self.stages is not None:
+            found["profile"] = [asdict(row) for row in self.stages]
         return found | {"notes": list(self.notes), "seconds": dict(self.seconds)}
 
     def difference(self, path: str) -> str:
@@ -121,6 +126,7 @@ def plan_file(
     recompute: Sequence[str] = (),
     precision: Precision | None = None,
     what_if: bool = False,
+    profile: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> PlannedFile:
     """Plan the model that ``FILE.py:build`` makes, or hold a saved plan against it.
@@ -138,6 +144,7 @@ def plan_file(
         recompute: patterns of the paths of modules that the backward is to compute again.
         precision: what a step computes in, by autocast; by default as the loss function itself says.
         what_if: whether it is planned on one more host and with twice the memory, too.
+        profile: whether the seconds of each stage of planning are recorded.
         progress: called with the name of each stage as it begins.
 
     Raises:
@@ -159,7 +166,9 @@ def plan_file(
         precision,
     )
     planner = FilePlanner(BuildFunction.parse(target), options, progress)
-    return _loaded(planner, load, wanted) if load is not None else _planned(planner, wanted)
+    with recorded() if profile else nullcontext() as record:
+        found = _loaded(planner, load, wanted) if load is not None else _planned(planner, wanted)
+    return found if record is None else replace(found, stages=record.rows())
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
+from shardwright.common.stages import in_stage
 from shardwright.compiler.capture.ir import Capture, Node
 from shardwright.compiler.mesh.cached_hash import kept_hash
 from shardwright.compiler.mesh.layout import Layout
@@ -34,6 +35,7 @@ class RuledGraph:
     rules: Mapping[str, OpRule]
 
     @staticmethod
+    @in_stage("rules")
     def of(capture: Capture) -> RuledGraph:
         """Look up the rule of every operator."""
         rules: dict[str, OpRule] = {}

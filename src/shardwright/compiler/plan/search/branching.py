@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from shardwright.common.stages import in_stage
 from shardwright.compiler.plan.search.budget import Budget, PricedChoice, Solve, highest, next_price, priced
 from shardwright.compiler.plan.search.choices import Choice
 from shardwright.compiler.plan.search.exact import Table, TooWide
@@ -87,6 +88,7 @@ class BranchAndBound:
         self._left = division.most_searches
         self._closed: list[float] = []  # bounds of parts that are divided no further
 
+    @in_stage("branching")
     def divided(self, whole: Branch) -> Choice:
         """The cheapest choice that was found, with the bound of all parts."""
         price = whole.price

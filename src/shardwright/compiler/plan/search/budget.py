@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from shardwright.common.stages import in_stage
 from shardwright.compiler.plan.pricing.memory import OptimizerStates
 from shardwright.compiler.plan.search.choices import Choice, OverBudget
 from shardwright.compiler.plan.search.exact import Table, TooWide
@@ -121,6 +122,7 @@ class CloseGap(Protocol):
         """The cheapest choice that fits, with the bound of all, by those that were found at prices up to the last."""
 
 
+@in_stage("budget")
 def fitting(
     free: Callable[[], Choice],
     solve: Solve,

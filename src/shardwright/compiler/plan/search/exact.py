@@ -26,6 +26,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from shardwright.common.stages import in_stage
 from shardwright.compiler.plan.search.min_sum import Costs, min_sum
 from shardwright.errors import PlanError
 
@@ -103,6 +104,7 @@ class TooWide(PlanError):
     """The smallest next table would exceed the limit of entries."""
 
 
+@in_stage("elimination")
 def minimise(domains: Sequence[int], tables: Sequence[Table], limit: float = LIMIT) -> tuple[float, list[int]]:
     """The minimum and an assignment that attains it; among equals, the first value of a variable is preferred.
 
@@ -125,6 +127,7 @@ def minimise(domains: Sequence[int], tables: Sequence[Table], limit: float = LIM
     return rest.total, rest.completed([0] * len(domains))
 
 
+@in_stage("elimination")
 def without_narrow(domains: Sequence[int], tables: Sequence[Table], limit: int) -> Reduced:
     """Return the problem without the variables around which no table has more entries than ``limit``."""
     tables = without_singles(tables, domains)

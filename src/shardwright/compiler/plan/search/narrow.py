@@ -34,6 +34,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from shardwright.common.stages import in_stage
 from shardwright.compiler.plan.search.bounds import Bounds, WarmStart
 from shardwright.compiler.plan.search.exact import LIMIT, Minimum, Table, TooWide, among, minimise, without_narrow
 from shardwright.compiler.plan.search.exact import work as work_of
@@ -70,6 +71,7 @@ def plus(more: float) -> Iterator[None]:
         raise NothingBelow(nothing.bound + more) from None
 
 
+@in_stage("bounds")
 def least(
     domains: Sequence[int],
     tables: Sequence[Table],

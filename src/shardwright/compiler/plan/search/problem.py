@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from shardwright.common.stages import in_stage
 from shardwright.compiler.capture.ir import Node, Value
 from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.mesh.mesh import Mesh
@@ -218,6 +219,7 @@ class Problem:
         values: whose ways to these operators count; by default those of all that these operators make or read.
     """
 
+    @in_stage("tables")
     def __init__(
         self,
         space: Space,

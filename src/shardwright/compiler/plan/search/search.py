@@ -15,6 +15,7 @@ from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
 
+from shardwright.common.stages import in_stage
 from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.plan.pricing.cost import Objective
 from shardwright.compiler.plan.pricing.graph import RuledGraph
@@ -185,6 +186,7 @@ def _all_at_once(both: _TwoStages, free: Choice) -> Choice:
     return free
 
 
+@in_stage("bounds")
 def least_cost(space: Space, known: CostCache) -> float:
     """A cost that no choice is below: what the operators cost at least, each by itself."""
     choices, least = {**space.strategies, **_side_choices(space, side_operators(space))}, 0.0

@@ -22,6 +22,7 @@ from functools import cached_property
 
 import numpy as np
 
+from shardwright.common.stages import in_stage
 from shardwright.compiler.capture.ir import Node, Value
 from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.plan.pricing.cost import once_more
@@ -65,6 +66,7 @@ class KeptOperand:
 class Weights:
     """The bytes that the choices of a problem hold: tables over its variables, of which equal ones are one array."""
 
+    @in_stage("tables")
     def __init__(self, problem: Problem, optimizer: OptimizerStates) -> None:
         self._problem, self._optimizer = problem, optimizer
         self._graph = problem.space.graph
@@ -92,6 +94,7 @@ class Weights:
         self.gathered = list(self._operands())
         """The values that operators save, with the bytes that this takes, and the cost of gathering them again."""
 
+    @in_stage("tables")
     def at(self, price: float) -> list[Table]:
         """The tables at so much for a byte."""
         found = []
