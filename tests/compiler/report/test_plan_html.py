@@ -173,9 +173,8 @@ def test_in_a_browser_it_folds_sorts_finds_and_compares(document, tmp_path):
         shown.fill("#find", "")
         shown.select_option("#beside", label="tensor parallel")
         assert "computes, tensor parallel" in shown.inner_text("#columns")
-        beside = texts(shown, "#answers-beside p")
-        assert beside[0] == "Beside it tensor parallel:"
-        assert beside[1].endswith("mesh dp=2 tp=4, 8 devices")
+        assert texts(shown, "#answers-beside h3") == ["Beside it: tensor parallel"]
+        assert texts(shown, "#answers-beside p")[0].endswith("mesh dp=2 tp=4, 8 devices")
         shown.check("#differing")
         marked = shown.locator("#rows tr.differs").count()
         assert marked == shown.locator("#rows tr").count() > 1

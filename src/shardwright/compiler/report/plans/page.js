@@ -18,11 +18,11 @@ const strategy = (plan, way) => {
 
 // The answers are those of the page of text; what is held is drawn below them.
 const answered = (head) => head.answers.filter(([question]) => question !== "memory").map(([question, text], at, all) =>
-  element("p", {}, element("b", {}, at && all[at - 1][0] === question ? "" : question), " ", text));
+  element("p", {}, element("b", {}, at && all[at - 1][0] === question ? "" : question), element("span", {}, text)));
 function showHead() {
   $("title").textContent = told.title;
   $("answers").replaceChildren(...answered(heads[0]));
-  $("answers-beside").replaceChildren(...(other ? [element("p", {}, `Beside it ${names[other]}:`), ...answered(heads[other])] : []));
+  $("answers-beside").replaceChildren(...(other ? [element("h3", {}, `Beside it: ${names[other]}`), ...answered(heads[other])] : []));
   $("search").replaceChildren(...heads[0].considered.map((line) => element("p", {}, line)));
 }
 
