@@ -21,8 +21,9 @@ from shardwright.errors import CaptureError, PlanError
 from shardwright.runtime.verification.file_planner import FilePlanner
 
 MOST_DEVICES = 1 << 14
-MOST_DOUBLINGS = 12
-WORTH = 1.01  # a larger batch that brings less than this times the samples per second is the last one
+MOST_STEPS = 12  # of batches that double, or are halved
+LEAST_GAIN = 5e-4
+WORTH = 1.01  # a batch that brings less than this times the samples per second of the one before is the last one
 FALLS = 0.97  # of the least that a device holds, by twice as many devices; else no number of them is enough
 
 
@@ -81,30 +82,37 @@ def _cells(one: Tried, *, advised: bool) -> tuple[str, ...]:
 
 
 class _Trials:
-    """The plans that were tried."""
+    """The plans that were tried, of which the best is held, by a number that is largest for it."""
 
-    def __init__(self, planner: FilePlanner) -> None:
-        self.planner = planner
+    def __init__(self, planner: FilePlanner, good: Callable[[Tried], float]) -> None:
+        self._planner, self._good = planner, good
+        self._best: tuple[float, Plan, PlanRequest] | None = None
         self.tried: list[Tried] = []
-        self.plans: dict[tuple[int, int], tuple[Plan, PlanRequest]] = {}
         self.errors: list[PlanError | CaptureError] = []
 
     def fits(self, graph: Callable[[], RuledGraph], request: PlanRequest, rows: int) -> Tried | None:
         """Try a plan; return what it comes to, None where there is none."""
         try:
-            plan = self.planner.plan(graph(), request)
+            plan = self._planner.plan(graph(), request)
         except (PlanError, CaptureError) as error:
             self.errors.append(error)
             self.tried.append(Tried(request.mesh.size, rows, request.memory, error=_why(error)))
             return None
         found = Tried.of(plan, request.hardware)
         self.tried.append(found)
-        self.plans[request.mesh.size, rows] = plan, request
+        if self._best is None or self._good(found) > self._best[0]:
+            self._best = self._good(found), plan, request
         return found
 
-    def advised(self, devices: int, rows: int) -> Advised:
-        """Return the plan for so many devices and rows as the advice."""
-        return Advised(*self.plans[devices, rows], tuple(self.tried))
+    def advised(self) -> Advised:
+        """Return the best plan as the advice.
+
+        Raises:
+            PlanError: where there is none, the last one that was raised.
+        """
+        if self._best is None:
+            raise self.errors[-1]
+        return Advised(*self._best[1:], tuple(self.tried))
 
 
 def _why(error: Exception) -> str:
@@ -116,49 +124,43 @@ def _why(error: Exception) -> str:
 def best_batch(planner: FilePlanner, request: PlanRequest) -> Advised:
     """Return the plan of the global batch that gives the most samples per second and fits.
 
-    Tried are the batch of ``build()``, twice as many rows and so on until they do not fit or bring no more, and then
-    what lies between, in multiples of that batch; where not even that fits, half of it and so on.
+    Tried are the batch of ``build()``, or half of it and so on until one fits; from there twice as many rows and so on
+    while that brings more, or else half as many, which recompute less; and then what lies between the best and its
+    neighbours, where it divides over the devices as the batch of ``build()`` does.
 
     Raises:
         UsageError: where the batch has no rows that could be more.
         PlanError: where nothing fits.
     """
-    trials, first_graph = _Trials(planner), planner.graph()
-    first = first_graph.capture.rows
+    trials, first = _Trials(planner, lambda one: one.per_s), planner.rows
 
     def per_s(rows: int) -> float:
         known = [one for one in trials.tried if one.rows == rows]
-        found = known[0] if known else trials.fits(lambda: _graph(planner, first_graph, rows), request, rows)
+        found = known[0] if known else trials.fits(lambda: planner.graph(rows), request, rows)
         return found.per_s if found else 0.0
 
-    best = first
-    if per_s(first):
-        best = _doubled(first, per_s)
-        # Its neighbours, twice and half as many, are known to be no better: what lies between them may be.
-        between = [rows for rows in (best * 3 // 4, best * 3 // 2) if rows > first and rows % first == 0]
-        best = max([best, *between], key=per_s)
-    else:
-        while best % 2 == 0 and not per_s(best):
-            best //= 2
-        if not per_s(best):
-            raise trials.errors[-1]
-    return trials.advised(request.mesh.size, best)
+    rows = first
+    while not per_s(rows) and rows % 2 == 0:
+        rows //= 2
+    if not per_s(rows):
+        return trials.advised()
+    larger = _climbed(rows, lambda of: 2 * of, per_s) if rows == first else rows
+    rows = larger if larger > rows else _climbed(rows, lambda of: of // 2 if of % 2 == 0 else 0, per_s)
+    for between in (rows * 3 // 4, rows * 3 // 2):
+        if between and between % math.gcd(first, request.mesh.size) == 0:
+            per_s(between)
+    return trials.advised()
 
 
-def _graph(planner: FilePlanner, first: RuledGraph, rows: int) -> RuledGraph:
-    return first if rows == first.capture.rows else planner.graph(rows)
-
-
-def _doubled(first: int, per_s: Callable[[int], float]) -> int:
-    """Return the batch with the most per second of those that double, until one does not fit or brings little more."""
-    best = first
-    for doublings in range(1, MOST_DOUBLINGS):
-        rows = first << doublings
-        brings = per_s(rows) / per_s(best)
-        best = rows if brings > 1 else best
+def _climbed(rows: int, following: Callable[[int], int], per_s: Callable[[int], float]) -> int:
+    """Return the last of the batches that follow each other of which each brings more than the one before."""
+    for _ in range(MOST_STEPS):
+        after = following(rows)
+        brings = per_s(after) / per_s(rows) if after else 0.0
+        rows = after if brings > 1 else rows
         if brings < WORTH:
             break
-    return best
+    return rows
 
 
 def fewest_devices(planner: FilePlanner, rows: int | None) -> Advised:
@@ -171,7 +173,7 @@ def fewest_devices(planner: FilePlanner, rows: int | None) -> Advised:
     Raises:
         PlanError: where no number is enough.
     """
-    trials, graph = _Trials(planner), planner.graph(rows)
+    trials, graph = _Trials(planner, lambda one: -one.devices), planner.graph(rows)
     limit = planner.options.request(_devices(1)).memory or math.inf
     least = math.ceil(sum(fixed_bytes(graph.capture, planner.options.optimizer)) / limit)
     host = planner.options.on_hosts(None, 1).ranks_per_host or MOST_DEVICES
@@ -187,7 +189,7 @@ def fewest_devices(planner: FilePlanner, rows: int | None) -> Advised:
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(between[middle]) else (middle, high)
-    return trials.advised([*between, enough][high], graph.capture.rows)
+    return trials.advised()
 
 
 def _devices(number: int) -> Mesh:
@@ -230,7 +232,7 @@ class Change:
     def __str__(self) -> str:
         if self.tried.error is not None:
             return f"{self.name}: {self.tried.error}"
-        if self.gain <= 0:
+        if self.gain < LEAST_GAIN:
             return f"{self.name}: nothing that was found is faster"
         unit = "tokens/s" if self.tried.tokens_s else "samples/s"
         return f"{self.name}: {in_thousands(self.tried.per_s)} {unit}, {self.gain:.1%} more"
@@ -241,7 +243,7 @@ def what_if(planner: FilePlanner, plan: Plan, request: PlanRequest, hosts: int |
     now = Tried.of(plan, request.hardware)
 
     def change(name: str, graph: Callable[[], RuledGraph], request: PlanRequest, rows: int) -> Change:
-        trials = _Trials(planner)
+        trials = _Trials(planner, lambda one: one.per_s)
         trials.fits(graph, request, rows)
         [found] = trials.tried
         return Change(name, found, found.per_s / now.per_s - 1 if now.per_s else 0.0)
@@ -250,7 +252,7 @@ def what_if(planner: FilePlanner, plan: Plan, request: PlanRequest, hosts: int |
     rows = _scaled(plan.capture.rows, mesh.size, plan.mesh.size) or plan.capture.rows
     name = f"one more host ({mesh.size} devices, {rows:,} samples)"
     larger = replace(planner.options.request(mesh, more_hosts), memory=request.memory)
-    found = [change(name, lambda: _graph(planner, plan.graph, rows), larger, rows)]
+    found = [change(name, lambda: plan.graph if rows == plan.capture.rows else planner.graph(rows), larger, rows)]
     if request.memory is not None:
         twice = replace(request, memory=2 * request.memory)
         found.append(change("twice the memory", lambda: plan.graph, twice, plan.capture.rows))

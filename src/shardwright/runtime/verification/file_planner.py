@@ -127,6 +127,16 @@ class FilePlanner:
             self._note(*[NOTE] * autocast())
         return graph
 
+    @property
+    def rows(self) -> int:
+        """Return the rows of the batch of ``build()``.
+
+        Raises:
+            UsageError: where it has none.
+        """
+        with self._autocast():
+            return rows_of(self._built.batches[0])
+
     def plan(self, graph: RuledGraph, request: PlanRequest) -> Plan:
         """Return the plan of a graph. Raises as `make_plan` does."""
         if reserve := self.options.reserve(request.hardware):
@@ -171,26 +181,35 @@ class FilePlanner:
         return autocast_without_gpu() if without else nullcontext(lambda: False)
 
 
+def rows_of(batch: Any) -> int:
+    """Return the rows of a batch: the first dim of the first tensor that has one.
+
+    Raises:
+        UsageError: where it has no such tensor.
+    """
+    shapes = [leaf.shape for _, leaf in trees.tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor)]
+    if found := next((shape[0] for shape in shapes if shape), 0):
+        return int(found)
+    raise UsageError(
+        f"--batch needs a batch whose rows are the first dim of its tensors; the one of build() is a "
+        f"{type(batch).__name__} with tensors of the shapes {[list(shape) for shape in shapes] or 'none'}: return "
+        "a batch of so many rows from build() instead"
+    )
+
+
 def with_rows(batch: Any, rows: int) -> Any:
     """Return a batch of so many rows: those that there are, again where they are too few.
 
-    The rows are the first dim of the first tensor that has one, and of all others whose first dim is as large.
+    All tensors have them whose first dim is as large as that of the first one.
 
     Raises:
-        UsageError: where the batch has no such tensor.
+        UsageError: where the batch has no rows.
     """
-    shapes = [leaf.shape for _, leaf in trees.tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor)]
-    there = next((shape[0] for shape in shapes if shape), 0)
-    if not there:
-        raise UsageError(
-            f"--batch needs a batch whose rows are the first dim of its tensors; the one of build() is a "
-            f"{type(batch).__name__} with tensors of the shapes {[list(shape) for shape in shapes] or 'none'}: return "
-            "a batch of so many rows from build() instead"
-        )
+    there = rows_of(batch)
 
     def scaled(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != there:
             return leaf
         return leaf.detach()[torch.arange(rows, device=leaf.device) % there]
 
-    return trees.tree_map(scaled, batch)
+    return batch if rows == there else trees.tree_map(scaled, batch)
