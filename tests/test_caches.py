@@ -293,7 +293,7 @@ def test_every_way_costs_what_it_costs_alone(graph):
         known = CostCache(graph, objective, mesh)
         targets = tuple(Target(layout, of) for layout in layouts for of in ((), ("b",)) if "b" not in layout.split_axes)
         for facts in perturbed:
-            alone = pairs.Pairs(objective, mesh)
+            alone = pairs.Pairs(objective, pairs.Ways(mesh))
             assert known.pairs is pairs.pairs_on(objective, mesh)
             assert np.array_equal(known.array(facts, layouts, targets), alone.costs(facts, layouts, targets))
             assert np.array_equal(

@@ -39,8 +39,12 @@ LAST = 8  # plans whose decisions may be asked about again
 class MeshSearch:
     """The search on one mesh: its space, and the cost and memory of the choices there."""
 
-    def __init__(self, mesh: Mesh, request: PlanRequest, space: Space, objective: Objective) -> None:
+    def __init__(
+        self, mesh: Mesh, request: PlanRequest, space: Space, objective: Objective, known: CostCache | None = None
+    ) -> None:
         self.mesh, self.request, self.space, self._objective = mesh, request, space, objective
+        self.known = known or CostCache(space.graph, objective, mesh)
+        """The costs that searches on this mesh have worked out."""
         self._last: list[Plan] = []
         self._last_repeated: list[tuple[Sequence[Transfer], Mapping[str, float]]] = []
         self._sizes: dict[Hashable, int] = {}  # Cached by shape, dtype and layout, which on one mesh say all
@@ -61,16 +65,11 @@ class MeshSearch:
         """The prepared search of all choices, which others share."""
         return PreparedSearch(self.space, self._objective, self.known)
 
-    @cached_property
-    def known(self) -> CostCache:
-        """The costs that searches on this mesh have worked out."""
-        return CostCache(self.space.graph, self._objective, self.mesh)
-
     def forget(self) -> None:
         """Leave what was worked out for searches, which takes more memory than all else, once these were made."""
         self._last, self._last_repeated = [], []
-        for made in ("built", "known"):
-            self.__dict__.pop(made, None)
+        self.known = CostCache(self.space.graph, self._objective, self.mesh)
+        self.__dict__.pop("built", None)
 
     def budget(self) -> Budget | None:
         """Return the memory budget of a device; None where it is not limited."""

@@ -1,31 +1,30 @@
-"""The search over meshes, few axes first, and over how much of the communication is hidden."""
+"""The search over meshes, few axes first."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
-from typing import Generic, TypeVar
 
-from shardwright.common.stages import in_stage, stage
+from shardwright.common.stages import stage
 from shardwright.common.words import in_bytes
 from shardwright.compiler.mesh.mesh import Mesh
-from shardwright.compiler.plan.decisions import Decisions
+from shardwright.compiler.plan.hidden import Found, cheapest_with_hidden
 from shardwright.compiler.plan.mesh_search import EQUAL, MeshSearch, search_mesh
 from shardwright.compiler.plan.plan import Plan
-from shardwright.compiler.plan.pricing.cost import Seconds
+from shardwright.compiler.plan.pricing.cost import Objective, Seconds
 from shardwright.compiler.plan.pricing.graph import RuledGraph
 from shardwright.compiler.plan.pricing.links import link_along
 from shardwright.compiler.plan.request import PlanRequest
-from shardwright.compiler.plan.search.choices import Choice, OverBudget
+from shardwright.compiler.plan.search.choices import Choice, OverBudget, Space
 from shardwright.compiler.plan.search.exact import TooWide
 from shardwright.compiler.plan.search.narrow import NothingBelow
+from shardwright.compiler.plan.search.problem import CostCache, StillCosts
 from shardwright.compiler.plan.search.search import floor_of
 from shardwright.compiler.plan.searches import SEARCHES, Search, SearchName
 from shardwright.compiler.plan.spaces import meshes_for, space_of
 from shardwright.compiler.plan.text import in_unit
-from shardwright.compiler.plan.timing.prices import Prices
 from shardwright.errors import PlanError, StrategyError
 
 
@@ -37,8 +36,9 @@ def searched_plan(graph: RuledGraph, request: PlanRequest, search: SearchName) -
     row = SEARCHES[search]
     objective = row.objective(request.hardware, request.optimizer)
     if isinstance(objective, Seconds) and request.hardware.hides_gradients:
+        spaces = MeshSpaces(graph, request, row)
         return cheapest_with_hidden(
-            lambda of, below: Meshes(graph, request, replace(row, objective=lambda *_: of), below).found(),
+            lambda of, below: Meshes(graph, request, replace(row, objective=lambda *_: of), below, spaces).found(),
             objective,
             objective.before_first(graph),
         )
@@ -47,23 +47,36 @@ def searched_plan(graph: RuledGraph, request: PlanRequest, search: SearchName) -
     return replace(found.plan, bound=found.bound, considered=found.considered)
 
 
-P = TypeVar("P", bound=Decisions)
+class MeshSpaces:
+    """The spaces of meshes, and costs there that are the same whatever is hidden: several searches share them."""
 
+    def __init__(self, graph: RuledGraph, request: PlanRequest, row: Search) -> None:
+        self._graph, self._request, self._row = graph, request, row
+        # Cached by the mesh, as all else stays the same.
+        self._spaces: dict[Mesh, Space] = {}
+        self._costs: dict[Mesh, StillCosts] = {}
 
-@dataclass(frozen=True)
-class Found(Generic[P]):
-    """The plan that costs least, where one costs less than what is known; what none costs less than; what was said."""
-
-    plan: P | None
-    bound: float | None
-    considered: tuple[str, ...] = ()
+    def search(self, mesh: Mesh, objective: Objective) -> MeshSearch:
+        """Return the search on a mesh."""
+        if mesh not in self._spaces:
+            self._spaces[mesh] = space_of(self._graph, mesh, self._request, self._row)
+        costs = CostCache(self._graph, objective, mesh, self._costs.get(mesh))
+        self._costs.setdefault(mesh, costs.still)
+        return MeshSearch(mesh, self._request, self._spaces[mesh], objective, costs)
 
 
 class Meshes:
     """The meshes that are looked at for a plan that costs less than ``below``, which a plan does that is known."""
 
-    def __init__(self, graph: RuledGraph, request: PlanRequest, row: Search, below: float = math.inf) -> None:
-        self._graph, self._request, self._row, self._below = graph, request, row, below
+    def __init__(
+        self,
+        graph: RuledGraph,
+        request: PlanRequest,
+        row: Search,
+        below: float = math.inf,
+        spaces: MeshSpaces | None = None,
+    ) -> None:
+        self._graph, self._request, self._row, self._below, self._spaces = graph, request, row, below, spaces
         self._best: Plan | None = None
         self._bounds: list[float] = []  # of each mesh, where the search has one
         self._errors: list[tuple[Mesh, PlanError]] = []
@@ -72,9 +85,9 @@ class Meshes:
 
     def search_on(self, mesh: Mesh) -> MeshSearch:
         """Return the search on a mesh."""
-        request, row = self._request, self._row
-        space = space_of(self._graph, mesh, request, row)
-        found = MeshSearch(mesh, request, space, row.objective(request.hardware, request.optimizer))
+        objective = self._row.objective(self._request.hardware, self._request.optimizer)
+        spaces = self._spaces or MeshSpaces(self._graph, self._request, self._row)
+        found = spaces.search(mesh, objective)
         found.price = self._price
         return found
 
@@ -195,126 +208,3 @@ class Meshes:
                 raise error
         mesh, error = self._errors[-1]
         raise PlanError(f"no plan was found on the mesh {mesh}: {error}; try fewer axes, as in mesh='dp=4,tp=2'")
-
-
-MOST_WEIGHTS = 4  # of what is hidden, for each of which a search is made
-CLOSE_TO_BOUND = 5e-3  # a gap, as a share, that is not worth a search as if nothing were hidden
-CLOSE_WEIGHTS = 1e-3
-
-
-def cheapest_with_hidden(search: Callable[[Seconds, float], Found[P]], objective: Seconds, before_s: float = 0.0) -> P:
-    """The plan whose step takes least of those that are found, what is hidden of its communication taken off.
-
-    What is hidden is no sum over operators and transfers, as searches minimise. But it is no more than what the
-    hardware hides of the shorter of the two, of what may overlap and of the computing beside it, and so of any mean of
-    both. So for each weight from 0 to 1 the sums of ``objective.hiding(weight)`` are bounds of what steps take
-    (`Seconds`): the least of them is a bound of all plans. The largest of these bounds is given, and the plan that
-    takes least of all that were found, where a gap is left also as if nothing were hidden. That need not be the least
-    of all, since nothing can be communicated before it is there, nor later than it is needed; how far it may be from it
-    is the gap.
-
-    Beside ``before_s`` seconds of computing goes on what none of these sums has (`Seconds.before_first`).
-
-    As a function of the weight the bound rises where less overlaps in the plan that it comes from than there is
-    computing beside it, falls where more, and has no second top. So the first weight is 1, and mostly the last one:
-    most plans compute for longer. Else 0 is the next, and then those where the sums of the two nearest plans meet.
-    Each search looks for what costs less than all plans that were found before.
-    """
-    return _Weighing(search, objective, before_s).cheapest()
-
-
-@dataclass(frozen=True)
-class _Weighed(Generic[P]):
-    """A plan that was found, what it costs as if nothing were hidden, and P and C of `Seconds`."""
-
-    plan: P
-    cost: float
-    overlapping_s: float
-    beside_s: float
-
-    def at(self, weight: float, hides: float) -> float:
-        """Return the cost of the plan at a weight."""
-        return self.cost - hides * (weight * self.overlapping_s + (1 - weight) * self.beside_s)
-
-
-class _Weighing(Generic[P]):
-    """The searches of `cheapest_with_hidden`, and what each has found."""
-
-    def __init__(self, search: Callable[[Seconds, float], Found[P]], objective: Seconds, before_s: float) -> None:
-        self._search, self._objective = search, objective
-        self._hides, self._before_s = objective.hardware.hides_gradients, before_s
-        self._found: list[_Weighed[P]] = []
-        self._bounds: list[tuple[float, tuple[str, ...]]] = []  # with what is said of the meshes
-        # Of the last plan of a bound that rises, or falls: its cost at weight 0, and the slope.
-        self._lines: dict[bool, tuple[float, float]] = {}
-
-    def cheapest(self) -> P:
-        """Return the plan whose step takes least, with the largest bound.
-
-        Raises:
-            OverBudget: where no search has found a plan that fits.
-        """
-        over = None
-        try:
-            self._look_at_weights()
-        except OverBudget as error:
-            over = error
-        if over is not None or not self._bounds or self._least() > max(self._bounds)[0] * (1 + CLOSE_TO_BOUND):
-            self._look_without_hiding(over)
-        best = min((one.plan for one in self._found), key=lambda plan: plan.cost or 0.0)
-        if not self._bounds:
-            return replace(best, bound=None)
-        bound, considered = max(self._bounds)
-        return replace(best, bound=min(bound, best.cost or 0.0), considered=considered)
-
-    def _least(self) -> float:
-        return min(one.plan.cost or 0.0 for one in self._found)
-
-    def _look_at_weights(self) -> None:
-        weight = 1.0
-        for _ in range(MOST_WEIGHTS):
-            rises = self._rises_at(weight)
-            if rises == (weight == 1) and weight in (0, 1):
-                return
-            before, weight = weight, _meeting(self._lines) if len(self._lines) > 1 else 0.0
-            if abs(weight - before) < CLOSE_WEIGHTS:
-                return
-
-    def _rises_at(self, weight: float) -> bool:
-        """Search at a weight; return whether the bound rises there."""
-        hides, known = self._hides, min(self._found, key=lambda one: one.at(weight, self._hides), default=None)
-        with stage(search=f"hiding {weight:.3g}"):
-            found = self._search(self._objective.hiding(weight), known.at(weight, hides) if known else math.inf)
-        cost = known.at(weight, hides) if known else math.inf
-        if found.plan is not None:
-            known, cost = self._take(found.plan), found.plan.cost or 0.0
-        assert known is not None
-        if found.bound is not None:
-            self._bounds.append((found.bound - hides * self._before_s, found.considered))
-        slope = hides * (known.beside_s - known.overlapping_s)
-        self._lines[slope >= 0] = cost - slope * weight, slope
-        return slope >= 0
-
-    def _look_without_hiding(self, over: OverBudget | None) -> None:
-        """Search as if nothing were hidden; where nothing fits that has been found before, either, raise the error."""
-        try:
-            with stage(search="hiding nothing"):
-                found = self._search(self._objective, min((one.cost for one in self._found), default=math.inf))
-        except OverBudget as again:
-            raise min((again, over or again), key=lambda error: error.least_bytes) from None
-        if found.plan is not None:
-            self._take(found.plan)
-
-    @in_stage("pricing")
-    def _take(self, plan: P) -> _Weighed[P]:
-        """Keep a plan that a search has found, with what its step takes."""
-        prices = Prices(plan, self._objective.hardware)
-        cost = prices.step_s - prices.hardware.around_s
-        taken = _Weighed(replace(plan, cost=cost), cost + prices.hidden_s, prices.overlapping_s, prices.beside_s)
-        self._found.append(taken)
-        return taken
-
-
-def _meeting(lines: Mapping[bool, tuple[float, float]]) -> float:
-    (rising, up), (falling, down) = lines[True], lines[False]
-    return min(1.0, max(0.0, (falling - rising) / (up - down)))

@@ -8,8 +8,9 @@ import torch
 
 from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.mesh.mesh import Mesh
+from shardwright.compiler.plan.hidden import CLOSE_TO_BOUND, highest, nearest
 from shardwright.compiler.plan.make import make_plan
-from shardwright.compiler.plan.meshes import CLOSE_TO_BOUND
+from shardwright.compiler.plan.pricing.cost import PerDirection
 from shardwright.compiler.plan.pricing.graph import RuledGraph
 from shardwright.compiler.plan.pricing.hardware import shipped
 from shardwright.compiler.plan.request import PlanRequest
@@ -58,6 +59,26 @@ def test_no_plan_takes_less_than_the_bound_and_none_that_was_found_before_takes_
         except PlanError:  # impossible
             continue
         assert found.bound <= taken_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_next_weights_are_where_the_planes_allow_enough(seed):
+    """Against all weights of a grid: the top, and the nearest weights at the level between it and the bound."""
+    draw = random.Random(seed)
+    planes = [(draw.uniform(1e-4, 3e-4), draw.uniform(-1e-4, 1e-4), draw.uniform(-1e-4, 1e-4)) for _ in range(5)]
+    grid = [PerDirection(i / 100, j / 100) for i in range(101) for j in range(101)]
+
+    def least(at):
+        return min(height + at.forward * forward + at.backward * backward for height, forward, backward in planes)
+
+    top, at = highest(planes)
+    assert top == pytest.approx(least(at), rel=1e-6)
+    assert top >= max(map(least, grid)) - 1e-12
+    level, start = 0.5 * (top + least(PerDirection(1.0, 1.0))), PerDirection(1.0, 1.0)
+    near = nearest(planes, level, start)
+    assert least(near) >= level - 1e-10
+    distance = min(2 - of.forward - of.backward for of in grid if least(of) >= level)
+    assert 2 - near.forward - near.backward <= distance + 1e-6
 
 
 def test_the_search_splits_the_batch_where_the_gradients_are_hidden():

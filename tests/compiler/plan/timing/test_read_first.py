@@ -9,7 +9,7 @@ from torch import nn
 from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.plan.make import make_plan
-from shardwright.compiler.plan.pricing.cost import Seconds
+from shardwright.compiler.plan.pricing.cost import PerDirection, Seconds
 from shardwright.compiler.plan.pricing.graph import RuledGraph
 from shardwright.compiler.plan.pricing.hardware import shipped
 from shardwright.compiler.plan.request import PlanRequest
@@ -61,7 +61,7 @@ def test_a_table_that_is_read_first_counts_whole_in_the_bound(tied):
     hardware = replace(shipped("h100"), ranks_per_host=8)
     plan = make_plan(capture, PlanRequest(Mesh.of(d=16), hardware=hardware))
     assert plan.bound <= plan.cost == pytest.approx(Prices(plan, hardware).step_s)
-    sums = Seconds(hardware).hiding(1.0)
+    sums = Seconds(hardware).hiding(PerDirection(1.0, 1.0))
     table = next(value for value in capture.of_kind("parameter") if value.label == "table.weight")
     whole = Prices(make_plan(capture, PlanRequest(Mesh.of(d=16), "data", hardware=hardware)), hardware)
     moved = next(moved for moved in whole.moved if moved.cause == "table.weight" and moved.begins_early)

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal, Protocol, get_args
+from typing import Literal, NamedTuple, Protocol, get_args
 
 import torch
 
@@ -188,6 +188,10 @@ ComputingPart = Literal["flops", "traffic", "launch"]
 COMPUTING_PARTS: tuple[ComputingPart, ...] = get_args(ComputingPart)
 
 
+Beside = Literal["forward", "backward", "either"]
+"""The computing beside which communication may go on; "either" where a cost does not tell which of both."""
+
+
 class Objective(Protocol):
     """A cost that is a sum over operators, transfers and leaves."""
 
@@ -206,12 +210,14 @@ class Objective(Protocol):
     def transfer(self, value: Value, steps: Sequence[Step], mesh: Mesh) -> float:
         """Return the cost of bringing a value to a target, forward and backward."""
 
-    def collective(self, collective: Collective, mesh: Mesh, *, shared: bool = False, overlaps: bool = False) -> float:
+    def collective(
+        self, collective: Collective, mesh: Mesh, *, shared: bool = False, beside: Beside | None = None
+    ) -> float:
         """Return the cost of one collective.
 
         Args:
             shared: whether it is part of a larger one.
-            overlaps: whether it is of a value that `overlaps`.
+            beside: of a value that `overlaps`, beside what computing the collective may go on.
         """
 
     def leaf(self, value: Value, layout: Layout, mesh: Mesh) -> float:
@@ -249,6 +255,11 @@ def overlaps(value: Value, *, shared: bool) -> bool:
     return not value.read_first and (value.of_parameter if shared else value.begins_early)
 
 
+def forward_beside(value: Value) -> Beside:
+    """Return beside what a value that `overlaps` is brought to a target: what has no gradient may be brought again."""
+    return "forward" if value.needs_gradient else "either"
+
+
 def once_more(value: Value) -> Value:
     """Return what counts of a value that the backward brings to a target once more: it has computed before that."""
     return replace(value, needs_gradient=False, read_first=False)
@@ -284,45 +295,62 @@ class Bytes:
     def leaf(self, value: Value, layout: Layout, mesh: Mesh) -> float:
         return 0.0
 
-    def collective(self, collective: Collective, mesh: Mesh, *, shared: bool = False, overlaps: bool = False) -> float:
+    def collective(
+        self, collective: Collective, mesh: Mesh, *, shared: bool = False, beside: Beside | None = None
+    ) -> float:
         return collective.sent_bytes(mesh) + self.per_collective
 
     def _sum(self, collectives: list[Collective], mesh: Mesh) -> float:
         return sum(self.collective(c, mesh) for c in collectives)
 
 
+class PerDirection(NamedTuple):
+    """A number of the forward of a step, and one of its backward."""
+
+    forward: float
+    backward: float
+
+
+NEITHER = PerDirection(0.0, 0.0)
+
+
 @dataclass(frozen=True)
 class Seconds:
     """Seconds per step on given hardware, with the step of an optimizer.
 
-    Of a step, P seconds are communication that may go on beside computing: the reduction of gradients in buckets, and
-    where the hardware prefetches, all communication of parameters and their gradients. C seconds are the computing
-    beside which it may go on: the backward, and what is recomputed in it, and where the hardware prefetches, the
-    forward. Both go on at once for at most P and at most C seconds, and the hardware hides a share of that time
+    Of the forward of a step, P seconds are communication that may go on beside computing, and C seconds the computing
+    beside which it may (`RuledGraph.before_last_gather`); so are P' and C' of its backward. Where the hardware
+    prefetches, P and P' are all communication of parameters and their gradients; elsewhere P is nothing, and P' the
+    reduction of gradients in buckets. C' has what is recomputed.
+    Both go on at once for at most min(P, C) + min(P', C') seconds, and the hardware hides a share of that time
     (`Hardware.hides_gradients`, here h). So whatever the order in which a program does what it does, a step takes
 
-        all that it computes and communicates - hidden  >=  all that - h * min(P, C)
-                                                        >=  all that - h * (w * P + (1 - w) * C)  for w from 0 to 1,
+        all that it computes and communicates - hidden
+            >=  all that - h * (min(P, C) + min(P', C'))
+            >=  all that - h * (w * P + (1 - w) * C + v * P' + (1 - v) * C')  for w and v from 0 to 1,
 
     and the last of these is a sum over operators, transfers and leaves, which a search minimises:
-    ``overlapping_hidden`` is h * w and ``computing_hidden`` h * (1 - w), the shares of P and of C that count nothing.
-    The least of it over all plans is a bound of what the step of any plan takes. `plan.timing` says what it takes.
+    ``overlapping_hidden`` are h * w and h * v, and ``computing_hidden`` h * (1 - w) and h * (1 - v), the shares of P
+    and P', and of C and C', that count nothing. The least of it over all plans is a bound of what the step of any plan
+    takes. `plan.timing` says what it takes.
 
-    P is without what is `read_first`. That is gathered before the first operator that reads a parameter, and its
-    gradient is reduced after the backward of that one, so that it goes on beside nothing but what stands before that
-    operator, for at most the K seconds which that takes (`before_first`). All else goes on beside the rest of C, or
-    beside these K seconds too: a step takes no less than the sum above, less h * K.
+    P and P' are without what is `read_first`. That is gathered before the first operator that reads a parameter, and
+    its gradient is reduced after the backward of that one, so that it goes on beside nothing but what stands before
+    that operator, for at most the K seconds which that takes (`before_first`). All else goes on beside the rest of C
+    and C', or beside these K seconds too: a step takes no less than the sum above, less h * K.
     """
 
     hardware: Hardware
     optimizer: OptimizerStates = ADAMW
-    overlapping_hidden: float = 0.0
-    computing_hidden: float = 0.0
+    overlapping_hidden: PerDirection = NEITHER
+    computing_hidden: PerDirection = NEITHER
 
-    def hiding(self, weight: float) -> Seconds:
-        """Return the prices that are a bound: with this weight of what overlaps, and the rest of what it is beside."""
+    def hiding(self, weights: PerDirection) -> Seconds:
+        """Return the prices that are a bound: with these weights of what overlaps, the rest of what it is beside."""
         hides = self.hardware.hides_gradients
-        return replace(self, overlapping_hidden=weight * hides, computing_hidden=(1 - weight) * hides)
+        overlapping = PerDirection(*(hides * weight for weight in weights))
+        computing = PerDirection(*(hides * (1 - weight) for weight in weights))
+        return replace(self, overlapping_hidden=overlapping, computing_hidden=computing)
 
     def before_first(self, graph: RuledGraph) -> float:
         """Return the most seconds that is computed before what is read first, forward and backward; 0 of nothing."""
@@ -330,10 +358,6 @@ class Seconds:
         readers = [at for at, node in enumerate(nodes) if any(values[name].read_first for name in node.operands)]
         before = nodes[: max(readers, default=0)]
         return sum(self._once_s(graph, node, 1) * (1 + backward_times(graph, node)) for node in before)
-
-    def beside(self, computing_s: float, forward_s: float) -> float:
-        """Return the seconds of computing beside which communication may go on, of all and those of the forward."""
-        return computing_s if self.hardware.prefetches else computing_s - forward_s
 
     def operator(self, graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> float:
         computing_s = self.computing(graph, node, strategy, mesh) * self._times(graph, node)
@@ -348,16 +372,18 @@ class Seconds:
 
     def _times(self, graph: RuledGraph, node: Node) -> float:
         """Return how often the forward of ``node`` counts, its backward included."""
-        forward = 1 - self.computing_hidden if self.hardware.prefetches else 1
-        return forward + backward_times(graph, node) * (1 - self.computing_hidden)
+        hidden = self.computing_hidden
+        forward = 1 - hidden.forward * (node.name in graph.before_last_gather)
+        return forward + backward_times(graph, node) * (1 - hidden.backward)
 
     def backward(self, graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> float:
         """Return the seconds of the backward of ``node``, without its communication."""
         return backward_times(graph, node) * self.computing(graph, node, strategy, mesh)
 
     def forward(self, graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> float:
-        inside = list(graph.collectives_inside(node, strategy, mesh)[0])
-        return self.computing(graph, node, strategy, mesh) * (1 - self.computing_hidden) + self._sum(inside, mesh)
+        inside = graph.collectives_inside(node, strategy, mesh)[0]
+        computing_s = self.computing(graph, node, strategy, mesh)  # what is repeated is a part of the backward
+        return computing_s * (1 - self.computing_hidden.backward) + self._sum(inside, mesh)
 
     def longest_part(self, graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> ComputingPart:
         """Return what takes longest of computing ``node``."""
@@ -377,8 +403,14 @@ class Seconds:
 
     def transfer(self, value: Value, steps: Sequence[Step], mesh: Mesh) -> float:
         # The gradients of replicated parameters share a few collectives (lower.passes): each pays for its bytes alone.
-        shared, found = reduced_in_buckets(value, steps), transfer_collectives(value, steps, mesh)
-        return self._sum(found, mesh, shared=shared, overlaps=overlaps(value, shared=shared))
+        shared = reduced_in_buckets(value, steps)
+        overlap, found = overlaps(value, shared=shared), [value.collectives(step, mesh) for step in steps]
+        there = [collective for collective, _ in found if collective]
+        seconds = self._sum(there, mesh, shared=shared, beside=forward_beside(value) if overlap else None)
+        if value.needs_gradient:
+            back = [collective for _, collective in found if collective]
+            seconds += self._sum(back, mesh, shared=shared, beside="backward" if overlap else None)
+        return seconds
 
     def leaf(self, value: Value, layout: Layout, mesh: Mesh) -> float:
         if value.kind != "parameter" or not value.needs_gradient:
@@ -393,10 +425,14 @@ class Seconds:
         """Return whether a leaf is sharded."""
         return mesh.extent(layout.split_axes) > 1
 
-    def _sum(self, collectives: list[Collective], mesh: Mesh, *, shared: bool = False, overlaps: bool = False) -> float:
-        return sum(self.collective(c, mesh, shared=shared, overlaps=overlaps) for c in collectives)
+    def _sum(
+        self, collectives: Iterable[Collective], mesh: Mesh, *, shared: bool = False, beside: Beside | None = None
+    ) -> float:
+        return sum(self.collective(c, mesh, shared=shared, beside=beside) for c in collectives)
 
-    def collective(self, collective: Collective, mesh: Mesh, *, shared: bool = False, overlaps: bool = False) -> float:
+    def collective(
+        self, collective: Collective, mesh: Mesh, *, shared: bool = False, beside: Beside | None = None
+    ) -> float:
         """Seconds of one collective; with ``shared`` it is part of a larger one and pays for its bytes alone."""
         ranks, where, per_host, given = _road(mesh, collective.axes, self.hardware.ranks_per_host)
         seconds = 0.0
@@ -408,8 +444,10 @@ class Seconds:
             seconds = max(seconds, latency_s + collective.sent_bytes(mesh) / link.bandwidth)
         if shared:
             seconds += 2 * collective.bytes / self.hardware.memory_bandwidth  # a gradient, copied into its bucket
-        hidden = overlaps and (shared or self.hardware.prefetches)
-        return seconds * (1 - self.overlapping_hidden) if hidden else seconds
+        if beside is None or not (shared or self.hardware.prefetches):
+            return seconds
+        hidden = self.overlapping_hidden
+        return seconds * (1 - (max(hidden) if beside == "either" else getattr(hidden, beside)))
 
 
 @lru_cache(maxsize=1 << 12)  # a search asks a million times

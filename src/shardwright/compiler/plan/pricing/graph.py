@@ -106,13 +106,24 @@ class RuledGraph:
     def _facts(self, node: Node) -> Hashable:
         """Return what the costs of an operator follow from: what it is, its tensors, and which of these are one.
 
-        Its rule follows from the same, so that operators that are alike share one.
+        So does beside what it computes (`before_last_gather`). Its rule follows from the same, so that operators that
+        are alike share one.
         """
         values = [self.capture.values[name] for name in node.operands + node.results]
         names = list(dict.fromkeys(node.operands))  # an operand that is read twice counts once
         repeated = tuple(names.index(name) for name in node.operands)
         facts = tuple((value.shape, value.dtype, value.needs_gradient) for value in values)
-        return node.call, repeated, facts
+        return node.call, repeated, facts, node.name in self.before_last_gather
+
+    @cached_property
+    def before_last_gather(self) -> frozenset[str]:
+        """The names of the operators before the last that reads a parameter: there all parameters were gathered.
+
+        Cached: the capture is frozen.
+        """
+        nodes, values = self.capture.nodes, self.capture.values
+        readers = [at for at, node in enumerate(nodes) if any(values[name].of_parameter for name in node.operands)]
+        return frozenset(node.name for node in nodes[: max(readers, default=0)])
 
     @cached_property
     def unlisted(self) -> tuple[Node, ...]:

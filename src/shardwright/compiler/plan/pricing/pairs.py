@@ -34,7 +34,14 @@ from shardwright.compiler.mesh.redistribute import (
     redistribute,
 )
 from shardwright.compiler.mesh.ways import Axes, Change, Part, Way, way_of
-from shardwright.compiler.plan.pricing.cost import Objective, largest_buffer, overlaps, transfer_collectives
+from shardwright.compiler.plan.pricing.cost import (
+    Beside,
+    Objective,
+    forward_beside,
+    largest_buffer,
+    overlaps,
+    transfer_collectives,
+)
 from shardwright.compiler.plan.pricing.graph import Target
 from shardwright.distributed.gradients import BUCKET_BYTES
 
@@ -60,83 +67,41 @@ class MoveFlags:
     enters: Flags
 
 
-class Pairs:
-    """The ways on one mesh, at the prices of one objective."""
+class Ways:
+    """The ways on one mesh, by number, and what each communicates."""
 
-    def __init__(self, objective: Objective, mesh: Mesh) -> None:
-        self._objective, self._mesh = objective, mesh
-        self._count = len(mesh.axes)
-        fast = self._count <= MOST_AXES and all(axis.size > 1 for axis in mesh.axes)
-        among = range(1 << self._count) if fast else range(0)
-        self._of_mask = [tuple(i for i in range(self._count) if mask >> i & 1) for mask in among]
-        self._named = [tuple(mesh.names[i] for i in axes) for axes in self._of_mask]
-        self._masks = {names: mask for mask, names in enumerate(self._named)}
-        self._extents = [mesh.extent(names) for names in self._named]
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.count = len(mesh.axes)
+        fast = self.count <= MOST_AXES and all(axis.size > 1 for axis in mesh.axes)
+        among = range(1 << self.count) if fast else range(0)
+        self._of_mask = [tuple(i for i in range(self.count) if mask >> i & 1) for mask in among]
+        self.named = [tuple(mesh.names[i] for i in axes) for axes in self._of_mask]
+        self._masks = {names: mask for mask, names in enumerate(self.named)}
+        self.extents = [mesh.extent(names) for names in self.named]
         self._sizes = [axis.size for axis in mesh.axes]
         self._numbers: dict[int, int] = {IMPOSSIBLE: IMPOSSIBLE, BY_STEPS: BY_STEPS}
         self._parts: dict[tuple[CollectiveKind, int, int], int] = {}
-        self._kinds: list[tuple[CollectiveKind, int, int]] = [("all_reduce", 0, 1)]  # of no axes
+        self.kinds: list[tuple[CollectiveKind, int, int]] = [("all_reduce", 0, 1)]  # of no axes
         # By the number of the way: its parts, forward and backward, and what a `Way` says.
-        self._forward = np.zeros((1024, PARTS), dtype=np.int32)
-        self._backward = np.zeros((1024, PARTS), dtype=np.int32)
-        self._flags = np.zeros((1024, 3), dtype=bool)
-        # Cached by all that `Objective.collective` and `Objective.transfer` are given; the mesh and the objective are
-        # those of this object.
-        self._prices: dict[Hashable, float] = {}
-        self._singly: dict[Hashable, float] = {}
-
-    def costs(self, value: Value, layouts: Sequence[Layout], targets: Sequence[Target]) -> Costs:
-        """Return the cost of each way; infinite where there is none."""
-        numbers, staying = self._look_up(value.shape, layouts, targets)
-        costs = np.full(numbers.shape, math.inf)
-        asked = numbers >= 0
-        different, which = _different(numbers[asked] << self._count | staying[asked])
-        costs[asked] = self._priced(different >> self._count, different & (1 << self._count) - 1, value)[which]
-        for i, j in np.argwhere(numbers == BY_STEPS).tolist():
-            costs[i, j] = self._alone(value, layouts[i], targets[j])
-        return costs
-
-    def buffers(self, value: Value, layouts: Sequence[Layout], targets: Sequence[Target]) -> Costs:
-        """The bytes of the largest buffer of a collective on each way; 0 where there is none."""
-        numbers, staying = self._look_up(value.shape, layouts, targets)
-        found = np.zeros(numbers.shape)
-        asked = numbers >= 0
-        sizes = np.array([value.bytes // extent for extent in self._extents], dtype=np.int64)
-        found[asked] = self._largest(numbers[asked], value, sizes[staying[asked]])
-        for i, j in np.argwhere(numbers == BY_STEPS).tolist():
-            steps = self._steps(value.shape, layouts[i], targets[j])
-            found[i, j] = largest_buffer(value, steps, transfer_collectives(value, steps, self._mesh))
-        return found
-
-    def _largest(self, ways: Numbers, value: Value, sizes: Numbers) -> Costs:
-        divisors = np.array([divisor if axes else math.inf for _, axes, divisor in self._kinds])
-        divided = divisors[self._forward[ways]].min(axis=1)
-        if value.needs_gradient:
-            larger = value.reduced_itemsize / value.dtype.itemsize
-            backward = np.where(self._summing, divisors / larger, divisors)
-            divided = np.minimum(divided, backward[self._backward[ways]].min(axis=1))
-        found = sizes // divided
-        if value.of_parameter:
-            enters = self._flags[ways, 2]
-            found[enters] = np.minimum(found[enters], BUCKET_BYTES)
-        return np.asarray(found)
+        self.forward = np.zeros((1024, PARTS), dtype=np.int32)
+        self.backward = np.zeros((1024, PARTS), dtype=np.int32)
+        self.flags = np.zeros((1024, 3), dtype=bool)
 
     def moves(self, shape: tuple[int, ...], layouts: Sequence[Layout], targets: Sequence[Target]) -> MoveFlags:
         """Return what each way does to a value of this shape."""
-        numbers, _ = self._look_up(shape, layouts, targets)
-        flags = self._flags[np.maximum(numbers, 0)]
+        numbers, _ = self.look_up(shape, layouts, targets)
+        flags = self.flags[np.maximum(numbers, 0)]
         for i, j in np.argwhere(numbers == BY_STEPS).tolist():
-            steps = self._steps(shape, layouts[i], targets[j])
+            steps = self.steps(shape, layouts[i], targets[j])
             flags[i, j] = copies(steps), moves_alone(steps), enters(steps)
         return MoveFlags(numbers != IMPOSSIBLE, flags[:, :, 0], flags[:, :, 1], flags[:, :, 2])
 
-    # The numbers of ways
-
-    def _look_up(
+    def look_up(
         self, shape: tuple[int, ...], layouts: Sequence[Layout], targets: Sequence[Target]
     ) -> tuple[Numbers, Numbers]:
         """The number of each way, and the axes of the dims that stay as they are."""
-        bits = 2 * self._count
+        bits = 2 * self.count
         source, even_source = self._encoded(shape, layouts)
         to, even_to = self._encoded(shape, [target.layout for target in targets])
         of_gradients = [self._masks.get(target.gradient_partial) for target in targets]
@@ -147,10 +112,10 @@ class Pairs:
         for dim in range(len(shape)):
             a, b = source[:, dim, None], to[None, :, dim]
             changed = a != b
-            code = np.where(changed, (code << bits) | (a << self._count) | b, code)
+            code = np.where(changed, (code << bits) | (a << self.count) | b, code)
             staying |= np.where(changed, 0, a)
         partial, left = source[:, -1, None], to[None, :, -1]
-        code = (code << self._count | partial) << bits | left << self._count | gradient
+        code = (code << self.count | partial) << bits | left << self.count | gradient
         code[(left & ~partial) != 0] = IMPOSSIBLE
         self._ask_singly(code, layouts, targets, even_source[:, None] & even_to[None, :])
         found, which = _different(code)
@@ -168,7 +133,7 @@ class Pairs:
 
     def _encoded(self, shape: tuple[int, ...], layouts: Sequence[Layout]) -> tuple[Numbers, Flags]:
         """The axes that cut each dim and those of partial sums, and of which layouts they say everything."""
-        fits = self._masks and 2 * self._count * min(len(shape), 2 * self._count) + 3 * self._count <= BITS
+        fits = self._masks and 2 * self.count * min(len(shape), 2 * self.count) + 3 * self.count <= BITS
         rows = [self._row(shape, layout) if fits else None for layout in layouts]
         nothing = [0] * (len(shape) + 1)
         codes = np.array([nothing if row is None else row for row in rows], dtype=np.int64)
@@ -178,7 +143,7 @@ class Pairs:
         found = []
         for size, dim in zip(shape, layout.dims, strict=True):
             mask = self._masks.get(dim.axes)
-            if mask is None or dim.unit > 1 or not size or size % self._extents[mask]:
+            if mask is None or dim.unit > 1 or not size or size % self.extents[mask]:
                 return None
             found.append(mask)
         partial = self._masks.get(layout.partial)
@@ -186,13 +151,13 @@ class Pairs:
 
     def _decoded(self, code: int) -> tuple[Way, list[int]]:
         """The way of a code, and the axes of the mesh by their numbers in it."""
-        mask = (1 << self._count) - 1
-        sums = [code >> 2 * self._count & mask, code >> self._count & mask, code & mask]
-        code >>= 3 * self._count
+        mask = (1 << self.count) - 1
+        sums = [code >> 2 * self.count & mask, code >> self.count & mask, code & mask]
+        code >>= 3 * self.count
         dims = []
         while code:
-            dims.append((code >> self._count & mask, code & mask))
-            code >>= 2 * self._count
+            dims.append((code >> self.count & mask, code & mask))
+            code >>= 2 * self.count
         number: dict[int, int] = {}
 
         def renamed(of: int) -> Axes:
@@ -206,42 +171,94 @@ class Pairs:
         """Give the way of a code the next number."""
         self._numbers[code] = number = len(self._numbers) - 2
         way, axes = self._decoded(code)
-        if number == len(self._flags):
-            self._forward = np.concatenate([self._forward, np.zeros_like(self._forward)])
-            self._backward = np.concatenate([self._backward, np.zeros_like(self._backward)])
-            self._flags = np.concatenate([self._flags, np.zeros_like(self._flags)])
-        for rows, parts in ((self._forward, way.forward), (self._backward, way.backward)):
+        if number == len(self.flags):
+            self.forward = np.concatenate([self.forward, np.zeros_like(self.forward)])
+            self.backward = np.concatenate([self.backward, np.zeros_like(self.backward)])
+            self.flags = np.concatenate([self.flags, np.zeros_like(self.flags)])
+        for rows, parts in ((self.forward, way.forward), (self.backward, way.backward)):
             rows[number, : len(parts)] = [self._part(part, axes) for part in parts]
-        self._flags[number] = way.copies, way.alone, way.enters
+        self.flags[number] = way.copies, way.alone, way.enters
 
     def _part(self, part: Part, axes: Sequence[int]) -> int:
         kind, along, divisor = part
         key = kind, sum(1 << axes[i] for i in along), divisor
         if key not in self._parts:
-            self._parts[key] = len(self._kinds)
-            self._kinds.append(key)
+            self._parts[key] = len(self.kinds)
+            self.kinds.append(key)
         return self._parts[key]
+
+    def steps(self, shape: tuple[int, ...], layout: Layout, target: Target) -> tuple[Step, ...]:
+        return redistribute(layout, target.layout, target.gradient_partial, shape, self.mesh)
+
+
+class Pairs:
+    """The cost of the ways on one mesh, at the prices of one objective."""
+
+    def __init__(self, objective: Objective, ways: Ways) -> None:
+        self._objective, self._mesh, self.ways = objective, ways.mesh, ways
+        # Cached by all that `Objective.collective` and `Objective.transfer` are given; the mesh and the objective are
+        # those of this object.
+        self._prices: dict[Hashable, float] = {}
+        self._singly: dict[Hashable, float] = {}
+
+    def costs(self, value: Value, layouts: Sequence[Layout], targets: Sequence[Target]) -> Costs:
+        """Return the cost of each way; infinite where there is none."""
+        numbers, staying = self.ways.look_up(value.shape, layouts, targets)
+        costs = np.full(numbers.shape, math.inf)
+        asked = numbers >= 0
+        different, which = _different(numbers[asked] << self.ways.count | staying[asked])
+        costs[asked] = self._priced(different >> self.ways.count, different & (1 << self.ways.count) - 1, value)[which]
+        for i, j in np.argwhere(numbers == BY_STEPS).tolist():
+            costs[i, j] = self._alone(value, layouts[i], targets[j])
+        return costs
+
+    def buffers(self, value: Value, layouts: Sequence[Layout], targets: Sequence[Target]) -> Costs:
+        """The bytes of the largest buffer of a collective on each way; 0 where there is none."""
+        numbers, staying = self.ways.look_up(value.shape, layouts, targets)
+        found = np.zeros(numbers.shape)
+        asked = numbers >= 0
+        sizes = np.array([value.bytes // extent for extent in self.ways.extents], dtype=np.int64)
+        found[asked] = self._largest(numbers[asked], value, sizes[staying[asked]])
+        for i, j in np.argwhere(numbers == BY_STEPS).tolist():
+            steps = self.ways.steps(value.shape, layouts[i], targets[j])
+            found[i, j] = largest_buffer(value, steps, transfer_collectives(value, steps, self._mesh))
+        return found
+
+    def _largest(self, ways: Numbers, value: Value, sizes: Numbers) -> Costs:
+        divisors = np.array([divisor if axes else math.inf for _, axes, divisor in self.ways.kinds])
+        divided = divisors[self.ways.forward[ways]].min(axis=1)
+        if value.needs_gradient:
+            larger = value.reduced_itemsize / value.dtype.itemsize
+            backward = np.where(self._summing, divisors / larger, divisors)
+            divided = np.minimum(divided, backward[self.ways.backward[ways]].min(axis=1))
+        found = sizes // divided
+        if value.of_parameter:
+            enters = self.ways.flags[ways, 2]
+            found[enters] = np.minimum(found[enters], BUCKET_BYTES)
+        return np.asarray(found)
 
     # Prices
 
     def _priced(self, ways: Numbers, staying: Numbers, value: Value) -> Costs:
         """Return the cost of ways for a value, by the axes of the dims that each leaves as they are."""
-        of = overlaps(value, shared=False)
-        costs = self._sums(self._forward[ways], staying, value.bytes, overlaps=of)
+        overlap = overlaps(value, shared=False)
+        beside = forward_beside(value) if overlap else None
+        costs = self._sums(self.ways.forward[ways], staying, value.bytes, beside=beside)
         if value.needs_gradient:
             size, summed = value.bytes, value.bytes // value.dtype.itemsize * value.reduced_itemsize
-            costs += self._sums(self._backward[ways], staying, size, summed, overlaps=of)
-            enters = self._flags[ways, 2] & value.of_parameter
+            beside = "backward" if overlap else None
+            costs += self._sums(self.ways.backward[ways], staying, size, summed, beside=beside)
+            enters = self.ways.flags[ways, 2] & value.of_parameter
             if enters.any():  # such gradients share a few collectives
-                backward = self._backward[ways[enters]]
-                of = overlaps(value, shared=True)
-                costs[enters] = self._sums(backward, staying[enters], size, summed, shared=True, overlaps=of)
+                backward = self.ways.backward[ways[enters]]
+                beside = "backward" if overlaps(value, shared=True) else None
+                costs[enters] = self._sums(backward, staying[enters], size, summed, shared=True, beside=beside)
         return costs
 
     @property
     def _summing(self) -> Flags:
         """Return which kinds of parts are sums."""
-        return np.array([kind in SUMS for kind, _, _ in self._kinds])
+        return np.array([kind in SUMS for kind, _, _ in self.ways.kinds])
 
     def _sums(
         self,
@@ -251,28 +268,28 @@ class Pairs:
         summed: int | None = None,
         *,
         shared: bool = False,
-        overlaps: bool = False,
+        beside: Beside | None = None,
     ) -> Costs:
         """Return the cost of the parts of each way together, by the axes of the dims that stay as they are.
 
         Args:
             size: the bytes of the whole value, and ``summed`` where it is a gradient that is summed, if others.
         """
-        kinds = len(self._kinds)
+        kinds = len(self.ways.kinds)
         priced = staying[:, None] * kinds + parts
-        prices = np.zeros(len(self._extents) * kinds)
+        prices = np.zeros(len(self.ways.extents) * kinds)
         for at in _present(priced):
             mask, part = divmod(at, kinds)
-            moved = summed if summed is not None and self._kinds[part][0] in SUMS else size
-            prices[at] = self._price(part, moved // self._extents[mask], shared, overlaps) if part else 0.0
+            moved = summed if summed is not None and self.ways.kinds[part][0] in SUMS else size
+            prices[at] = self._price(part, moved // self.ways.extents[mask], shared, beside) if part else 0.0
         return np.asarray(prices[priced].sum(axis=1))
 
-    def _price(self, part: int, size: int, shared: bool, overlaps: bool) -> float:
-        kind, mask, divisor = self._kinds[part]
-        key = kind, mask, size // divisor, shared, overlaps
+    def _price(self, part: int, size: int, shared: bool, beside: Beside | None) -> float:
+        kind, mask, divisor = self.ways.kinds[part]
+        key = kind, mask, size // divisor, shared, beside
         if key not in self._prices:
-            collective = Collective(kind, self._named[mask], size // divisor)
-            found = self._objective.collective(collective, self._mesh, shared=shared, overlaps=overlaps)
+            collective = Collective(kind, self.ways.named[mask], size // divisor)
+            found = self._objective.collective(collective, self._mesh, shared=shared, beside=beside)
             self._prices[key] = found
         return self._prices[key]
 
@@ -280,12 +297,9 @@ class Pairs:
         alike = value.needs_gradient, value.of_parameter, value.reduced_in, value.read_first, value.viewed
         key = value.shape, value.dtype, *alike, layout, target
         if key not in self._singly:
-            steps = self._steps(value.shape, layout, target)
+            steps = self.ways.steps(value.shape, layout, target)
             self._singly[key] = self._objective.transfer(value, steps, self._mesh)
         return self._singly[key]
-
-    def _steps(self, shape: tuple[int, ...], layout: Layout, target: Target) -> tuple[Step, ...]:
-        return redistribute(layout, target.layout, target.gradient_partial, shape, self._mesh)
 
 
 def _present(numbers: npt.NDArray[np.signedinteger[Any]]) -> list[int]:
@@ -301,10 +315,19 @@ def _different(numbers: Numbers) -> tuple[Numbers, Numbers]:
     return found, np.searchsorted(found, numbers)
 
 
+@lru_cache(maxsize=16)
+def ways_on(mesh: Mesh) -> Ways:
+    """The ways on a mesh, which the prices of all objectives share.
+
+    Cached by a frozen value, of which all is made.
+    """
+    return Ways(mesh)
+
+
 @lru_cache(maxsize=8)
 def pairs_on(objective: Objective, mesh: Mesh) -> Pairs:
     """The ways on a mesh at the prices of an objective, which searches share.
 
     Cached by frozen values, all of which it is made of: equal objectives have equal prices.
     """
-    return Pairs(objective, mesh)
+    return Pairs(objective, ways_on(mesh))

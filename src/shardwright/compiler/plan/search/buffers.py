@@ -148,7 +148,7 @@ class JoinedBuffers:
         """Return the bytes held where a parameter is gathered with others, by what these have in common."""
         mesh = self._problem.space.mesh
         found: dict[Hashable, Costs] = defaultdict(lambda: np.zeros((len(layouts), len(targets))))
-        moves = self._problem.known.pairs.moves(value.shape, layouts, targets)
+        moves = self._problem.known.pairs.ways.moves(value.shape, layouts, targets)
         for i, j in np.argwhere(moves.possible & moves.copies).tolist():
             target = targets[j]
             step = redistribute(layouts[i], target.layout, target.gradient_partial, value.shape, mesh)[0]
@@ -164,7 +164,7 @@ class JoinedBuffers:
         mesh = self._problem.space.mesh
         sizes = np.array([local_bytes(value, layout, mesh) for layout in layouts], dtype=float)
         summed = np.array([target.gradient_partial == axes for target in targets])
-        moves = self._problem.known.pairs.moves(value.shape, layouts, targets)
+        moves = self._problem.known.pairs.ways.moves(value.shape, layouts, targets)
         return np.where(moves.possible & moves.enters & summed, sizes[:, None], 0.0)
 
 

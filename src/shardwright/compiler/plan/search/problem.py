@@ -43,10 +43,27 @@ SHARING_LIMIT = 4_000_000
 T = TypeVar("T")
 
 
+class StillCosts:
+    """The part of a `CostCache` that stays the same for objectives which differ in what they hide alone."""
+
+    def __init__(self) -> None:
+        # Cached as `CostCache` says.
+        self.kept: dict[int, object] = {}  # so that no identity is given to another object
+        self.layouts: dict[Hashable, tuple[Layout, ...]] = {}
+        self.targets: dict[Hashable, tuple[Target, ...]] = {}
+        self.same: dict[tuple[Target, ...], tuple[Target, ...]] = {}
+        self.leaves: dict[Hashable, Costs] = {}
+        self.arrays: dict[Hashable, Costs] = {}
+        self.edges: dict[Hashable, EdgeTables] = {}
+        self.buffers: dict[Hashable, Costs] = {}
+        self.alone: dict[Any, Any] = {}
+
+
 class CostCache:
     """A cache of costs and layouts by the facts that they follow from: equal layers share whole arrays.
 
     All searches on one mesh for one objective share it, whatever each may choose: none prices again what another has.
+    Those for other objectives that hide more or less of what `overlaps` share the part that stays the same, ``still``.
 
     Rules and lists of strategies are told apart by identity, as equal ones are one object in a `RuledGraph` and a
     `Space`, and held, so that no other object has theirs. Cached by these and by what else the function reads that is
@@ -54,24 +71,19 @@ class CostCache:
     it has a gradient and whether it is a parameter.
     """
 
-    def __init__(self, graph: RuledGraph, objective: Objective, mesh: Mesh) -> None:
+    def __init__(self, graph: RuledGraph, objective: Objective, mesh: Mesh, still: StillCosts | None = None) -> None:
         self.graph, self.objective, self.mesh = graph, objective, mesh
         self.pairs = pairs_on(objective, mesh)
-        self._kept: dict[int, object] = {}  # so that no identity is given to another object
+        self.still = still or StillCosts()
         self._operators: dict[Hashable, Costs] = {}
         self._prices: dict[Hashable, dict[Strategy, float]] = {}
-        self._layouts: dict[Hashable, tuple[Layout, ...]] = {}
-        self._targets: dict[Hashable, tuple[Target, ...]] = {}
-        self._same: dict[tuple[Target, ...], tuple[Target, ...]] = {}
-        self._leaves: dict[Hashable, Costs] = {}
-        self._arrays: dict[Hashable, Costs] = {}
-        self._edges: dict[Hashable, EdgeTables] = {}
-        self._buffers: dict[Hashable, Costs] = {}
-        self._alone: dict[Any, Any] = {}
+        # By whether it is of parameters, which may overlap.
+        self._arrays: dict[bool, dict[Hashable, Costs]] = {False: self.still.arrays, True: {}}
+        self._edges: dict[bool, dict[Hashable, EdgeTables]] = {False: self.still.edges, True: {}}
 
     def alone(self, choice: T) -> tuple[T, ...]:
         """A list of choices that has one alone: equal ones are one object."""
-        found: tuple[T, ...] = self._alone.setdefault(choice, (choice,))
+        found: tuple[T, ...] = self.still.alone.setdefault(choice, (choice,))
         return found
 
     def operator(self, node: Node, strategies: Sequence[Strategy]) -> Costs:
@@ -101,25 +113,25 @@ class CostCache:
         """The layout of a result under each strategy."""
         rule, shape = self.graph.rules[node.name], self.graph.capture.values[node.results[index]].shape
         key = self._identity(rule), self._identity(strategies), index, shape
-        if key not in self._layouts:
-            self._layouts[key] = each_made_by(self.graph, node, index, strategies, self.mesh)
-        return self._layouts[key]
+        if key not in self.still.layouts:
+            self.still.layouts[key] = each_made_by(self.graph, node, index, strategies, self.mesh)
+        return self.still.layouts[key]
 
     def targets(self, use: Use, strategies: Sequence[Strategy]) -> tuple[Target, ...]:
         """Return what an operand must be under each strategy of its operator."""
         rule, value = self.graph.rules[use.node.name], self.graph.capture.values[use.node.operands[use.index]]
         key = self._identity(rule), self._identity(strategies), use.index, value.shape, value.needs_gradient
-        if key not in self._targets:
+        if key not in self.still.targets:
             made = targets_of(self.graph, use.node, use.index, strategies, self.mesh)
-            self._targets[key] = self._same.setdefault(made, made)  # equal ones are one object
-        return self._targets[key]
+            self.still.targets[key] = self.still.same.setdefault(made, made)  # equal ones are one object
+        return self.still.targets[key]
 
     def leaf(self, value: Value, layouts: Sequence[Layout]) -> Costs:
         """Return the cost of holding a leaf in each layout."""
         key = _alike(value), self._identity(layouts)
-        if key not in self._leaves:
-            self._leaves[key] = np.array([self.objective.leaf(value, layout, self.mesh) for layout in layouts])
-        return self._leaves[key]
+        if key not in self.still.leaves:
+            self.still.leaves[key] = np.array([self.objective.leaf(value, layout, self.mesh) for layout in layouts])
+        return self.still.leaves[key]
 
     def edges(
         self, facts: Value, layouts: tuple[Layout, ...], demanded: Sequence[tuple[Target, ...]], *, differ: bool
@@ -130,29 +142,31 @@ class CostCache:
             differ: whether no consumer is another, too, which demands two targets.
         """
         key = _alike(facts), self._identity(layouts), tuple(self._identity(targets) for targets in demanded), differ
-        if key not in self._edges:
+        known = self._edges[facts.of_parameter]
+        if key not in known:
             kinds, targets = tuple(dict.fromkeys(layouts)), tuple(dict.fromkeys(itertools.chain(*demanded)))
             at = {layout: i for i, layout in enumerate(kinds)}
             costs = self.array(facts, kinds, targets)[[at[layout] for layout in layouts]]
-            self._edges[key] = _edges(costs, targets, demanded, differ)
-        return self._edges[key]
+            known[key] = _edges(costs, targets, demanded, differ)
+        return known[key]
 
     def array(self, facts: Value, layouts: tuple[Layout, ...], targets: tuple[Target, ...]) -> Costs:
         """Return the cost of bringing a value from each layout to each target."""
         key = _alike(facts), layouts, targets
-        if key not in self._arrays:
-            self._arrays[key] = self.pairs.costs(facts, layouts, targets)
-        return self._arrays[key]
+        known = self._arrays[facts.of_parameter]
+        if key not in known:
+            known[key] = self.pairs.costs(facts, layouts, targets)
+        return known[key]
 
     def largest_buffers(self, facts: Value, layouts: tuple[Layout, ...], targets: tuple[Target, ...]) -> Costs:
         """The bytes of the largest buffer on a value's way from each layout to each target."""
         key = _alike(facts), self._identity(layouts), self._identity(targets)
-        if key not in self._buffers:
-            self._buffers[key] = self.pairs.buffers(facts, layouts, targets)
-        return self._buffers[key]
+        if key not in self.still.buffers:
+            self.still.buffers[key] = self.pairs.buffers(facts, layouts, targets)
+        return self.still.buffers[key]
 
     def _identity(self, kept: object) -> int:
-        self._kept[id(kept)] = kept
+        self.still.kept[id(kept)] = kept
         return id(kept)
 
 

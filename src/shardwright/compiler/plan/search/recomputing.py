@@ -124,7 +124,7 @@ class Recomputing:
         if key not in self._ways:
             self._held += layouts, targets
             pairs = self._problem.known.pairs
-            costs, moves = pairs.costs(value, layouts, targets), pairs.moves(value.shape, layouts, targets)
+            costs, moves = pairs.costs(value, layouts, targets), pairs.ways.moves(value.shape, layouts, targets)
             inside = moves.possible & (self._larger(value, layouts, targets) & moves.copies if given else True)
             self._ways[key] = np.pad(np.where(inside & np.isfinite(costs), costs, 0.0), ((0, 0), (0, int(free))))
         return self._ways[key]

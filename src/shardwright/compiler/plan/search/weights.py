@@ -253,7 +253,7 @@ class Weights:
         shapes = parameter.shape, self._value(name).shape
         key = "view", *shapes, parameter.dtype, *map(self._identity, (layouts, made, there, kept)), share
         if key not in self._gatherings:
-            stays = problem.known.pairs.moves(self._value(name).shape, made, kept)
+            stays = problem.known.pairs.ways.moves(self._value(name).shape, made, kept)
             self._gatherings[key] = self._for_view(parameter, layouts, there, stays, share)
         scope = leaf, problem.node_variables[view.name], problem.node_variables[use.node.name]
         found = self._gatherings[key]
@@ -265,7 +265,7 @@ class Weights:
         self, parameter: Value, layouts: Sequence[Layout], there: Sequence[Target], on: MoveFlags, share: float
     ) -> Regathering:
         """The bytes of what is moved for a view and kept, and what it costs to move it again."""
-        moves = self._problem.known.pairs.moves(parameter.shape, layouts, there)
+        moves = self._problem.known.pairs.ways.moves(parameter.shape, layouts, there)
         stays = (on.possible & ~on.copies)[None]
         sizes = np.where(moves.possible & moves.copies, self._parts(parameter, [t.layout for t in there]), 0.0)
         costs = self._again(parameter, layouts, there)
@@ -325,7 +325,7 @@ class Weights:
         """Return the cost of moving a value again, without its gradient; infinite where that would sum again."""
         pairs = self._problem.known.pairs
         costs = pairs.costs(once_more(value), layouts, targets)
-        moves = pairs.moves(value.shape, layouts, targets)
+        moves = pairs.ways.moves(value.shape, layouts, targets)
         again = moves.alone & (value.kind == "parameter" or value.needs_gradient)
         costs[moves.possible & moves.copies & ~again] = math.inf
         costs[~moves.possible] = 0.0
@@ -345,7 +345,7 @@ class Weights:
         targets = problem.known.targets(use, problem.space.strategies[use.node.name])
         key = value.shape, value.dtype, least, *shares, self._identity(layouts), self._identity(targets)
         if key not in self._known:
-            moves = problem.known.pairs.moves(value.shape, layouts, targets)
+            moves = problem.known.pairs.ways.moves(value.shape, layouts, targets)
             there = self._parts(value, [target.layout for target in targets])[None]
             here = self._parts(value, layouts)[:, None]
             moved = np.minimum(here, there) * shares[0] if least else there * shares[1]

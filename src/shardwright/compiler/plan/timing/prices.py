@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from functools import cached_property
 
 from shardwright.compiler.plan.decisions import Decisions
-from shardwright.compiler.plan.pricing.cost import Objective, Seconds, once_more
+from shardwright.compiler.plan.pricing.cost import Objective, PerDirection, Seconds, once_more
 from shardwright.compiler.plan.timing.acts import StepActs
 from shardwright.compiler.plan.timing.costs import Costs
 from shardwright.compiler.plan.timing.time_line import TimeLine, time_line
@@ -65,19 +65,27 @@ class Prices(Costs):
     @property
     def bounding(self) -> Seconds:
         """The prices whose sum is nearest to what a step takes of those that are a bound of it."""
-        return self.objective.hiding(1.0 if self.overlapping_s <= self.beside_s else 0.0)
+        pairs = zip(self.overlapping_s, self.beside_s, strict=True)
+        return self.objective.hiding(PerDirection(*(float(overlapping <= beside) for overlapping, beside in pairs)))
 
     @property
-    def overlapping_s(self) -> float:
-        """P of `Seconds`: seconds of the communication that may go on beside computing."""
-        again_s = (moved.again_s for moved in self.transfers if moved.begins_early and not moved.overlaps)
-        overlapping_s = sum(moved.seconds for moved in self.transfers if moved.overlaps)
-        return overlapping_s + (sum(again_s) if self.hardware.prefetches else 0.0)
+    def overlapping_s(self) -> PerDirection:
+        """P and P' of `Seconds`: seconds of the communication that may go on beside computing."""
+        forward = backward = 0.0
+        for moved in self.transfers:
+            if moved.overlaps:
+                forward += moved.forward_s
+                backward += moved.seconds - moved.forward_s
+            elif moved.begins_early and self.hardware.prefetches:
+                backward += moved.again_s
+        return PerDirection(forward, backward)
 
     @property
-    def beside_s(self) -> float:
-        """C of `Seconds`: seconds of the computing beside which communication may go on."""
-        return self.objective.beside(self.computing_s, sum(map(self.forward_s, self.plan.capture.nodes)))
+    def beside_s(self) -> PerDirection:
+        """C and C' of `Seconds`: seconds of the computing beside which communication may go on."""
+        graph, nodes = self.plan.graph, self.plan.capture.nodes
+        forward = sum(self.forward_s(node) for node in nodes if node.name in graph.before_last_gather)
+        return PerDirection(forward, self.computing_s - sum(map(self.forward_s, nodes)))
 
 
 def repeated_costs(plan: Decisions, objective: Objective) -> dict[str, float]:
