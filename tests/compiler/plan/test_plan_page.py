@@ -161,6 +161,14 @@ def test_what_binds_is_what_takes_longest_and_the_memory_that_a_plan_needs(plan)
         assert "what is recomputed and gathered again takes " in told
 
 
+def test_more_alive_at_once_than_a_device_may_hold_is_said(plan):
+    summary = plan_summary(plan, H100)
+    limits = {limit: replace(plan, memory=limit) for limit in (summary.peak_bytes, summary.peak_bytes - 10**6)}
+    told = {limit: head_of(plan_page(of, H100))["memory"][0] for limit, of in limits.items()}
+    assert [": 1.0 MB too much, so type a --memory that is smaller by that" in text for text in told.values()] == [0, 1]
+    assert plan_summary(limits[summary.peak_bytes - 10**6], H100).binds[1:] == ("memory",)
+
+
 def test_a_batch_of_images_has_samples(plan):
     with torch.device("meta"):
         captured = captured_step(torch.nn.Linear(4, 2), lambda m, x: m(x).sum(), torch.ones(6, 4), {})

@@ -100,6 +100,8 @@ def _speed(summary: PlanSummary) -> Iterator[str]:
 def _held(plan: Plan, summary: PlanSummary) -> str:
     limit = f" of {in_bytes(summary.memory)} that a device may hold" if summary.memory else " on each device"
     alive = f"at most {in_bytes(summary.peak_bytes)} are alive at once, in the {summary.peak_at}"
+    if summary.memory and (over := summary.peak_bytes - summary.memory) > 0:
+        alive = f"{alive}: {in_bytes(over)} too much, so type a --memory that is smaller by that"
     return f"{in_bytes(plan.held.total)}{limit}: {kinds_in_words(plan, plan.held)}; {alive}"
 
 

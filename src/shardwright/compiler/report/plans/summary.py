@@ -160,7 +160,7 @@ def plan_summary(plan: Plan, hardware: Hardware) -> PlanSummary:
         hardware.around_s,
         _repeated_s(plan, prices),
         _longest(plan, prices),
-        _binds(plan, prices),
+        _binds(plan, prices, peak.bytes),
         plan.moved_bytes(),
         {**dict(plan.held.kinds()), "total": plan.held.total},
         peak.bytes,
@@ -177,17 +177,18 @@ def plan_summary(plan: Plan, hardware: Hardware) -> PlanSummary:
     )
 
 
-def _binds(plan: Plan, prices: Prices) -> tuple[Limit, ...]:
+def _binds(plan: Plan, prices: Prices, peak_bytes: int) -> tuple[Limit, ...]:
     """Return what takes most of a step, and memory where the plan needs what it may hold.
 
-    It does where it holds nearly all of that, or would hold more if it recomputed nothing and gathered nothing again.
+    It does where it holds nearly all of that, or would hold more if it recomputed nothing and gathered nothing again,
+    or where more is alive at once.
     """
     taking: dict[Limit, float] = {"compute": prices.computing_s, "links": prices.exposed_s, "update": prices.updating_s}
     first = max(taking, key=lambda limit: taking[limit])
     if plan.memory is None:
         return (first,)
     once = plan.computing_again(frozenset(), frozenset()).held.total if plan.recomputed or plan.again else 0
-    return (first, "memory") if max(once, plan.held.total / NEARLY) > plan.memory else (first,)
+    return (first, "memory") if max(once, plan.held.total / NEARLY, peak_bytes) > plan.memory else (first,)
 
 
 def _name(dtype: torch.dtype) -> str:
