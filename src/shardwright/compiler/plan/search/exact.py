@@ -3,14 +3,15 @@
     minimise   sum over tables t of  t[x at the variables of t]     over all assignments x
 
 Eliminating a variable adds up the tables that mention it, minimises over it, and leaves one table over its
-neighbours (Bertele and Brioschi, *Nonserial Dynamic Programming*, 1972). The next variable is always the one whose
-table is smallest. On the graphs of neural networks, which are nearly trees, the tables stay small. Before one is made
+neighbours (Bertele and Brioschi, *Nonserial Dynamic Programming*, 1972). The next variable is one whose table is
+small. On the graphs of neural networks, which are nearly trees, the tables stay small. Before one is made
 that would not, `TooWide` is raised, never an answer that is not the minimum: `narrow.py` then leaves values out first.
 
 Equal layers bring the same arrays, and what is made of the same arrays in the same way is made once: the eliminations
-of a layer are worked out for one layer, whatever each layer then chooses. Among equal tables the variable comes first
-around which least was eliminated. Of a chain of equal layers every second variable goes in the first round, every
-second one of the rest in the next: a round needs one product of tables, so that the depth enters by its logarithm.
+of a layer are worked out for one layer, whatever each layer then chooses. Tables count as larger around a variable
+where more was eliminated before. So a chain of equal layers does not go from its end: every second variable goes in
+the first round, every second one of the rest in the next. A round needs one product of tables, so that the depth enters
+by its logarithm.
 The order follows from the scopes of the tables alone, and is found once for all prices of a byte.
 """
 
@@ -221,7 +222,7 @@ def widest(
     largest: tuple[int, tuple[int, ...]] = 1, ()
     order = _Order(domains, scopes)
     while (following := order.next()) is not None:
-        entries, _, variable = following
+        entries, variable = following
         together = order.eliminate(variable)
         if entries > largest[0]:
             largest = entries, tuple(sorted((variable, *together)))
@@ -236,15 +237,15 @@ def settling(domains: Sequence[int], scopes: tuple[tuple[int, ...], ...], limit:
     Of those that a table which is larger ties together, it is the one that most others are tied to.
     """
     order, tied = _Order(domains, scopes), _neighbours(scopes)
-    while (following := order.next()) is not None:
-        entries, _, variable = following
-        if entries <= limit:
-            order.eliminate(variable)
-        else:
-            several = (variable, *sorted(order.near[variable]))
-            chosen = max(several, key=lambda v: len(tied[v]))
-            order.settle(chosen)
-            yield chosen
+    while order.near:
+        if (following := order.next(limit)) is not None:
+            order.eliminate(following[1])
+            continue
+        _, variable = order.smallest()
+        several = (variable, *sorted(order.near[variable]))
+        chosen = max(several, key=lambda v: len(tied[v]))
+        order.settle(chosen)
+        yield chosen
 
 
 @lru_cache(maxsize=8)  # of searches at several prices tables have the same scopes
@@ -261,9 +262,10 @@ def _neighbours(scopes: tuple[tuple[int, ...], ...]) -> dict[int, frozenset[int]
 
 
 class _Order:
-    """In which order variables are eliminated: by the size of their table, then by age, then by number.
+    """The order in which variables are eliminated: by the size of their table and by age, then by number.
 
-    Variables of one value are none. The age of a variable is how many of those around it went one after the other.
+    Variables of one value are none. The age of a variable is how many of those around it went one after the other; a
+    table counts as larger by half for each.
     """
 
     def __init__(self, domains: Sequence[int], scopes: tuple[tuple[int, ...], ...]) -> None:
@@ -276,17 +278,22 @@ class _Order:
             variable: (math.prod([domains[v] for v in around], start=domains[variable]), 0)
             for variable, around in self.near.items()
         }
-        self._heap = [(*rank, variable) for variable, rank in self._ranks.items()]
+        self._heap = [(entries * (2 + age), entries, variable) for variable, (entries, age) in self._ranks.items()]
         heapq.heapify(self._heap)
 
-    def next(self) -> tuple[int, int, int] | None:
-        """The entries of the smallest table, the age of its variable, and that; None where none is left."""
+    def next(self, most: float = math.inf) -> tuple[int, int] | None:
+        """The entries of the next table that has no more than ``most``, and its variable; None where none is left."""
         while self._heap:
-            entries, age, variable = self._heap[0]
-            if self._ranks.get(variable) == (entries, age):
-                return entries, age, variable
-            heapq.heappop(self._heap)  # its table or its age is no longer this
+            weighed, entries, variable = self._heap[0]
+            known, age = self._ranks.get(variable, (0, 0))
+            if (weighed, entries) == (known * (2 + age), known) and entries <= most:
+                return entries, variable
+            heapq.heappop(self._heap)  # its table or its age is no longer this, or too large until it changes
         return None
+
+    def smallest(self) -> tuple[int, int]:
+        """The entries of the smallest table, and its variable."""
+        return min((entries, variable) for variable, (entries, _) in self._ranks.items())
 
     def eliminate(self, variable: int) -> set[int]:
         """Eliminate a variable, which ties all around it to each other; these."""
@@ -302,8 +309,7 @@ class _Order:
             for new in more:
                 entries *= domains[new]
             around |= more
-            self._ranks[v] = rank = entries, max(age, old) + 1
-            heapq.heappush(self._heap, (*rank, v))
+            self._rank(v, entries, max(age, old) + 1)
         return together
 
     def settle(self, variable: int) -> None:
@@ -312,8 +318,11 @@ class _Order:
         for v in self.near.pop(variable):
             self.near[v].discard(variable)
             entries, age = self._ranks[v]
-            self._ranks[v] = rank = entries // self._domains[variable], age
-            heapq.heappush(self._heap, (*rank, v))
+            self._rank(v, entries // self._domains[variable], age)
+
+    def _rank(self, variable: int, entries: int, age: int) -> None:
+        self._ranks[variable] = entries, age
+        heapq.heappush(self._heap, (entries * (2 + age), entries, variable))
 
 
 @dataclass(frozen=True)
@@ -358,12 +367,8 @@ def _steps(domains: tuple[int, ...], scopes: tuple[tuple[int, ...], ...], limit:
     order = _Order(domains, scopes)
     found: list[_Elimination] = []
     kinds: dict[Hashable, int] = {}
-    wider = 0
-    while (following := order.next()) is not None:
-        entries, _, variable = following
-        if entries > limit:
-            wider = entries
-            break
+    while (following := order.next(limit)) is not None:
+        entries, variable = following
         touching = pending.pop(variable)
         neighbours = tuple(sorted(order.eliminate(variable)))
         for number in touching:
@@ -377,6 +382,7 @@ def _steps(domains: tuple[int, ...], scopes: tuple[tuple[int, ...], ...], limit:
         own = tuple(every[of] for of in touching)
         kind = kinds.setdefault(tuple(tuple(places.index(v) for v in scope) for scope in own), len(kinds))
         found.append(_Elimination(variable, neighbours, entries, tuple(touching), own, kind))
+    wider = order.smallest()[0] if order.near else 0
     gone = {number for step in found for number in step.tables}
     left = tuple((number, scope) for number, scope in enumerate(every) if scope and number not in gone)
     return _Eliminations(tuple(found), left, wider)
