@@ -25,8 +25,9 @@ from shardwright.compiler.plan.search.choices import OverBudget
 from shardwright.compiler.plan.timing.prices import Prices
 
 MOST_WEIGHTS = 6  # of what is hidden, for each of which a search is made
-CLOSE_TO_BOUND = 5e-3  # a gap, as a share, that is worth no other weights, nor a search as if nothing were hidden
-CLOSE_TO_TOP = 1e-3  # a rise of the bound, as a share, that is worth no other weights
+CLOSE_TO_BOUND = 5e-3  # a gap, as a share, that is worth no other weights
+CLOSE_TO_TOP = 0.25  # a rise of the bound, as a share of the gap, that is worth no other weights
+FAR_FROM_BOUND = 2e-2  # a gap that is worth a search as if nothing were hidden
 CLOSE_WEIGHTS = 1e-3
 WEIGHT = (0.0, 1.0)  # the least and the largest
 LEVEL = 0.5  # of what planes allow the bound to rise at most, so much is looked for
@@ -98,7 +99,7 @@ class _Weighing(Generic[P]):
             self._look_at_weights()
         except OverBudget as error:
             over = error
-        if over is not None or not self._is_close():
+        if over is not None or not self._is_close(FAR_FROM_BOUND):
             self._look_without_hiding(over)
         best = min((one.plan for one in self._found), key=lambda plan: plan.cost or 0.0)
         if not self._bounds:
@@ -106,19 +107,21 @@ class _Weighing(Generic[P]):
         bound, considered = max(self._bounds)
         return replace(best, bound=min(bound, best.cost or 0.0), considered=considered)
 
-    def _is_close(self) -> bool:
-        least = min(one.plan.cost or 0.0 for one in self._found)
-        return bool(self._bounds) and least <= max(self._bounds)[0] * (1 + CLOSE_TO_BOUND)
+    def _is_close(self, gap: float) -> bool:
+        return bool(self._bounds) and self._least() <= max(self._bounds)[0] * (1 + gap)
+
+    def _least(self) -> float:
+        return min(one.plan.cost or 0.0 for one in self._found)
 
     def _look_at_weights(self) -> None:
         weights = PerDirection(1.0, 1.0)
         for _ in range(MOST_WEIGHTS):
             self._look_at(weights)
-            if self._is_close():
+            if self._is_close(CLOSE_TO_BOUND):
                 return
             planes = [one.plane(self._hides) for one in self._found]
             top, bound = highest(planes)[0], max(self._heights)
-            if top <= bound * (1 + CLOSE_TO_TOP):
+            if top - bound <= CLOSE_TO_TOP * (self._least() - bound):
                 return
             best = max(zip(self._heights, self._weights, strict=True))[1]
             weights = nearest(planes, bound + LEVEL * (top - bound), best)

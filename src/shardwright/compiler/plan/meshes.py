@@ -50,18 +50,21 @@ def searched_plan(graph: RuledGraph, request: PlanRequest, search: SearchName) -
 class MeshSpaces:
     """The spaces of meshes, and costs there that are the same whatever is hidden: several searches share them."""
 
-    def __init__(self, graph: RuledGraph, request: PlanRequest, row: Search) -> None:
-        self._graph, self._request, self._row = graph, request, row
+    def __init__(self, graph: RuledGraph, request: PlanRequest, row: Search, *, keep: bool = True) -> None:
+        self._graph, self._request, self._row, self._keep = graph, request, row, keep
         # Cached by the mesh, as all else stays the same.
         self._spaces: dict[Mesh, Space] = {}
         self._costs: dict[Mesh, StillCosts] = {}
+        self.best: Mesh | None = None
+        """The mesh of the last plan that cost less than those before."""
 
     def search(self, mesh: Mesh, objective: Objective) -> MeshSearch:
         """Return the search on a mesh."""
         if mesh not in self._spaces:
             self._spaces[mesh] = space_of(self._graph, mesh, self._request, self._row)
         costs = CostCache(self._graph, objective, mesh, self._costs.get(mesh))
-        self._costs.setdefault(mesh, costs.still)
+        if self._keep:
+            self._costs.setdefault(mesh, costs.still)
         return MeshSearch(mesh, self._request, self._spaces[mesh], objective, costs)
 
 
@@ -76,7 +79,8 @@ class Meshes:
         below: float = math.inf,
         spaces: MeshSpaces | None = None,
     ) -> None:
-        self._graph, self._request, self._row, self._below, self._spaces = graph, request, row, below, spaces
+        self._graph, self._request, self._row, self._below = graph, request, row, below
+        self._spaces = spaces or MeshSpaces(graph, request, row, keep=False)
         self._best: Plan | None = None
         self._bounds: list[float] = []  # of each mesh, where the search has one
         self._errors: list[tuple[Mesh, PlanError]] = []
@@ -85,9 +89,7 @@ class Meshes:
 
     def search_on(self, mesh: Mesh) -> MeshSearch:
         """Return the search on a mesh."""
-        objective = self._row.objective(self._request.hardware, self._request.optimizer)
-        spaces = self._spaces or MeshSpaces(self._graph, self._request, self._row)
-        found = spaces.search(mesh, objective)
+        found = self._spaces.search(mesh, self._row.objective(self._request.hardware, self._request.optimizer))
         found.price = self._price
         return found
 
@@ -107,10 +109,10 @@ class Meshes:
             self._look_closer(self._finer(meshes), min(of.least for of in few))
 
     def _look_closer(self, finer: Sequence[Mesh], least: float) -> None:
-        """Look at finer meshes, that first on which operators may cost least."""
+        """Look at finer meshes: first at that of the last plan, then where operators may cost least."""
         on_meshes = {mesh: self._if_worth(mesh, least) for mesh in finer}
-        worth = [of for of in on_meshes.values() if of is not None]
-        self.look_at(sorted(worth, key=lambda of: of.least))
+        worth, best = [of for of in on_meshes.values() if of is not None], self._spaces.best
+        self.look_at(sorted(worth, key=lambda of: (of.mesh != best, of.least)))
         idle = [mesh for mesh, of in on_meshes.items() if of is None]
         self._said += [f"{mesh} not searched: its axes have one link, and cut no more than fewer do" for mesh in idle]
 
@@ -179,7 +181,7 @@ class Meshes:
 
     def _take(self, choice: Choice, on_mesh: MeshSearch) -> None:
         if (choice.cost or 0.0) < self._least():
-            self._best, self._price = on_mesh.plan(choice), choice.price
+            self._best, self._price, self._spaces.best = on_mesh.plan(choice), choice.price, on_mesh.mesh
 
     def _is_too_wide(self) -> bool:
         nothing = self._best is None and bool(self._errors)

@@ -80,6 +80,9 @@ def among(values: Sequence[Indices], tables: Sequence[Table], known: dict[Hashab
     """The tables for some values of every variable alone; equal ones are one array, and kept in ``known``."""
     found = []
     for table in tables:
+        if all(len(values[v]) == size for v, size in zip(table.scope, table.costs.shape, strict=True)):
+            found.append(table)
+            continue
         key = "among", id(table.costs), tuple(values[v].tobytes() for v in table.scope)
         if key not in known:
             known[key] = table.costs[np.ix_(*(values[v] for v in table.scope))]
