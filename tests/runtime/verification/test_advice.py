@@ -255,11 +255,11 @@ def test_a_profile_says_where_the_seconds_of_planning_went(monkeypatch, capsys):
     assert {line for line in found["considered"] if " not searched: its axes" not in line} == {
         line for line in found["considered"] for mesh in meshes if line.startswith(f"{mesh} ")
     }
-    assert "exact > hiding 1" in {row["search"] for row in found["profile"]}
+    assert "exact > hiding 1, 1" in {row["search"] for row in found["profile"]}
     page = stages_page([StageRow(**row) for row in found["profile"]])
     assert page.startswith(f"{seconds:.2f} s by stage\n")
     for name in ("elimination", "bounds", "capturing"):
         assert re.search(rf"\n +{name} +[\d,]+ +\d+\.\d\d +\d+\.\d%", page)
-    assert re.search(rf"by mesh and search(?s:.*){min(meshes)} +exact > hiding 1 +\d", page)
+    assert re.search(rf"by mesh and search(?s:.*){min(meshes)} +exact > hiding 1, 1 +\d", page)
     given = ["--devices", "2", "--mode", "data"]
     assert ["by stage" in shardwright(monkeypatch, capsys, *given, *more)[1] for more in ([], ["--profile"])] == [0, 1]
