@@ -37,9 +37,9 @@ def min_sum(summands: Sequence[Costs]) -> Costs:
     shape = np.broadcast_shapes(*(of.shape for of in summands))
     if math.prod(shape) <= FEW or len(shape) == 1:
         return np.asarray(sum(sorted(summands, key=np.size)).min(axis=0))  # type: ignore[union-attr]
-    summands = _without_narrower(summands)
+    summands = _fewer(summands)
     dims = _order(summands)
-    ordered = [np.ascontiguousarray(of.transpose(dims)) for of in summands]
+    ordered = [_with_long_rows(of.transpose(dims)) for of in summands]
     least = np.empty([shape[dim] for dim in dims[1:]])
 
     def work_out(slab: tuple[slice, ...]) -> None:
@@ -53,30 +53,48 @@ def min_sum(summands: Sequence[Costs]) -> Costs:
         with thread_pool(len(os.sched_getaffinity(0))) as pool:  # numpy lets others compute meanwhile
             for _ in pool.map(work_out, slabs):
                 pass
-    return np.ascontiguousarray(least.transpose(np.argsort(dims[1:])))
+    return least.transpose(np.argsort(dims[1:]))
 
 
-def _without_narrower(summands: Sequence[Costs]) -> list[Costs]:
-    """Return as few arrays of the same sum, none of which mentions only what another does; the smallest first."""
-    found: list[Costs] = []
-    for of in sorted(summands, key=np.size, reverse=True):
-        wider = [i for i, other in enumerate(found) if np.broadcast_shapes(of.shape, other.shape) == other.shape]
+def _fewer(summands: Sequence[Costs]) -> list[Costs]:
+    """Return fewer arrays of the same sum: what another of them mentions, too, is added to that; the smallest first.
+
+    Nothing is added to the largest, of which each entry is read once.
+    """
+    *found, largest = sorted(summands, key=np.size)
+    at = 0
+    while at < len(found):
+        wider = [i for i in range(at + 1, len(found)) if _covers(found[i], found[at])]
         if wider:
-            found[wider[0]] = found[wider[0]] + of
+            found[wider[0]] = found[wider[0]] + found[at]
+            del found[at]
         else:
-            found.append(of)
-    return found[::-1]
+            at += 1
+    return [*found, largest]
+
+
+def _covers(wider: Costs, of: Costs) -> bool:
+    return np.broadcast_shapes(wider.shape, of.shape) == wider.shape
 
 
 def _order(summands: Sequence[Costs]) -> list[int]:
-    """Return the order of the dims in which the inner loops are long: those of the largest array alone come last."""
+    """Return the order of the dims in which the inner loops are long: those of the largest array alone come last.
+
+    These are in the order in which they lie in memory.
+    """
     *others, largest = summands
     common = np.broadcast_shapes(*(of.shape for of in others)) if others else (1,) * largest.ndim
 
     def place(dim: int) -> tuple[int, int]:
-        return (largest.shape[dim] > 1) * (1 + (common[dim] == 1)), largest.shape[dim]
+        return (largest.shape[dim] > 1) * (1 + (common[dim] == 1)), -largest.strides[dim]
 
     return [0, *sorted(range(1, largest.ndim), key=place)]
+
+
+def _with_long_rows(costs: Costs) -> Costs:
+    """Return the array, copied where the entries along its last dim, of those of several, do not lie side by side."""
+    strides = [stride for size, stride in zip(costs.shape[1:], costs.strides[1:], strict=True) if size > 1]
+    return costs if strides and strides[-1] == costs.itemsize else np.ascontiguousarray(costs)
 
 
 def _slabs(shape: tuple[int, ...], most: int) -> Iterator[tuple[slice, ...]]:
