@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
@@ -37,14 +37,24 @@ P = TypeVar("P", bound=Decisions)
 
 @dataclass(frozen=True)
 class Found(Generic[P]):
-    """The plan that costs least, where one costs less than what is known; what none costs less than; what was said."""
+    """The plan that costs least, where one costs less than what is known; what none costs less than; what was said.
+
+    That is of all meshes, or of few axes alone where there are more: then it is not ``whole``.
+    """
 
     plan: P | None
     bound: float | None
     considered: tuple[str, ...] = ()
+    whole: bool = True
 
 
-def cheapest_with_hidden(search: Callable[[Seconds, float], Found[P]], objective: Seconds, before_s: float = 0.0) -> P:
+Searched = Iterator[Found[P]]
+"""What a search finds on meshes of few axes, and where there are more, next what it finds on all."""
+
+
+def cheapest_with_hidden(
+    search: Callable[[Seconds, float], Searched[P]], objective: Seconds, before_s: float = 0.0
+) -> P:
     """The plan whose step takes least of those that are found, what is hidden of its communication taken off.
 
     Of the bounds the largest is given, and the plan that takes least of all that were found, where a gap is left also
@@ -52,7 +62,8 @@ def cheapest_with_hidden(search: Callable[[Seconds, float], Found[P]], objective
     nor later than it is needed; how far it may be from it is the gap.
 
     Beside ``before_s`` seconds of computing goes on what none of these sums has (`Seconds.before_first`). Each search
-    looks for what costs less than all plans that were found before.
+    looks for what costs less than all plans that were found before. Weights are looked for on meshes of few axes, which
+    takes little time, and then from the best of these on all.
     """
     return _Weighing(search, objective, before_s).cheapest()
 
@@ -62,6 +73,7 @@ class _Weighed(Generic[P]):
     """A plan that was found, what it costs as if nothing were hidden, and P, P', C and C' of `Seconds`."""
 
     plan: P
+    found: P  # as the search has found it
     cost: float
     overlapping_s: PerDirection
     beside_s: PerDirection
@@ -80,13 +92,13 @@ class _Weighed(Generic[P]):
 class _Weighing(Generic[P]):
     """The searches of `cheapest_with_hidden`, and what each has found."""
 
-    def __init__(self, search: Callable[[Seconds, float], Found[P]], objective: Seconds, before_s: float) -> None:
+    def __init__(self, search: Callable[[Seconds, float], Searched[P]], objective: Seconds, before_s: float) -> None:
         self._search, self._objective = search, objective
         self._hides, self._before_s = objective.hardware.hides_gradients, before_s
         self._found: list[_Weighed[P]] = []
-        self._bounds: list[tuple[float, tuple[str, ...]]] = []  # with what is said of the meshes
-        self._weights: list[PerDirection] = []  # that were looked at
-        self._heights: list[float] = []  # and what no plan is below there
+        self._on_few: dict[PerDirection, Searched[P]] = {}  # searches that have looked at meshes of few axes alone
+        self._heights: dict[PerDirection, float] = {}  # what no plan is below, by the weights that were looked at
+        self._bounds: list[tuple[float, tuple[str, ...]]] = []  # of all meshes, with what is said of these
 
     def cheapest(self) -> P:
         """Return the plan whose step takes least, with the largest bound.
@@ -96,7 +108,10 @@ class _Weighing(Generic[P]):
         """
         over = None
         try:
-            self._look_at_weights()
+            start = self._look_at_weights(PerDirection(1.0, 1.0), whole=False)
+            if self._on_few:
+                self._heights = {}
+                self._look_at_weights(start, whole=True)
         except OverBudget as error:
             over = error
         if over is not None or not self._is_close(FAR_FROM_BOUND):
@@ -113,31 +128,46 @@ class _Weighing(Generic[P]):
     def _least(self) -> float:
         return min(one.plan.cost or 0.0 for one in self._found)
 
-    def _look_at_weights(self) -> None:
-        weights = PerDirection(1.0, 1.0)
+    def _look_at_weights(self, weights: PerDirection, *, whole: bool) -> PerDirection:
+        """Look for the weights of the largest bound, on few meshes or all; return the best."""
         for _ in range(MOST_WEIGHTS):
-            self._look_at(weights)
-            if self._is_close(CLOSE_TO_BOUND):
-                return
+            self._look_at(weights, whole=whole)
+            best = max(self._heights, key=lambda of: self._heights[of])
+            if not self._found:
+                return weights
+            bound, least = self._heights[best] - self._hides * self._before_s, self._least()
+            if least <= bound * (1 + CLOSE_TO_BOUND):
+                return best
             planes = [one.plane(self._hides) for one in self._found]
-            top, bound = highest(planes)[0], max(self._heights)
-            if top - bound <= CLOSE_TO_TOP * (self._least() - bound):
-                return
-            best = max(zip(self._heights, self._weights, strict=True))[1]
-            weights = nearest(planes, bound + LEVEL * (top - bound), best)
-            if any(max(abs(a - b) for a, b in zip(weights, of, strict=True)) < CLOSE_WEIGHTS for of in self._weights):
-                return
+            top, height = highest(planes)[0], self._heights[best]
+            if top - height <= CLOSE_TO_TOP * (least - bound):
+                return best
+            weights = nearest(planes, height + LEVEL * (top - height), best)
+            if any(max(abs(a - b) for a, b in zip(weights, of, strict=True)) < CLOSE_WEIGHTS for of in self._heights):
+                return best
+        return best
 
-    def _look_at(self, weights: PerDirection) -> None:
-        """Search at these weights for what costs less there than all that was found before."""
+    def _look_at(self, weights: PerDirection, *, whole: bool) -> None:
+        """Search at these weights, on few meshes or all, for what costs less there than all that was found before."""
         with stage(search=f"hiding {weights.forward:.3g}, {weights.backward:.3g}"):
-            found = self._search(self._objective.hiding(weights), self._least_at(weights))
-        if found.plan is not None:
-            self._take(found.plan)
-        self._weights.append(weights)
-        self._heights.append(self._least_at(weights) if found.bound is None else found.bound)
-        if found.bound is not None:
+            if weights in self._on_few:
+                found = self._taken(next(self._on_few.pop(weights)))
+            else:
+                searched = self._search(self._objective.hiding(weights), self._least_at(weights))
+                found = self._taken(next(searched))
+                if not found.whole and whole:
+                    found = self._taken(next(searched))
+                elif not found.whole:
+                    self._on_few[weights] = searched
+        self._heights[weights] = self._least_at(weights) if found.bound is None else found.bound
+        if found.whole and found.bound is not None:
             self._bounds.append((found.bound - self._hides * self._before_s, found.considered))
+
+    def _taken(self, found: Found[P]) -> Found[P]:
+        """Return what a search has found, of which the plan is kept."""
+        if found.plan is not None and all(one.found is not found.plan for one in self._found):
+            self._take(found.plan)
+        return found
 
     def _least_at(self, weights: PerDirection) -> float:
         return min((one.at(weights, self._hides) for one in self._found), default=math.inf)
@@ -146,19 +176,19 @@ class _Weighing(Generic[P]):
         """Search as if nothing were hidden; where nothing fits that has been found before, either, raise the error."""
         try:
             with stage(search="hiding nothing"):
-                found = self._search(self._objective, min((one.cost for one in self._found), default=math.inf))
+                *_, found = self._search(self._objective, min((one.cost for one in self._found), default=math.inf))
         except OverBudget as again:
             raise min((again, over or again), key=lambda error: error.least_bytes) from None
-        if found.plan is not None:
-            self._take(found.plan)
+        self._taken(found)
 
     @in_stage("pricing")
     def _take(self, plan: P) -> None:
         """Keep a plan that a search has found, with what its step takes."""
         prices = Prices(plan, self._objective.hardware)
         cost = prices.step_s - prices.hardware.around_s
-        plan = replace(plan, cost=cost)
-        self._found.append(_Weighed(plan, cost + prices.hidden_s, prices.overlapping_s, prices.beside_s))
+        self._found.append(
+            _Weighed(replace(plan, cost=cost), plan, cost + prices.hidden_s, prices.overlapping_s, prices.beside_s)
+        )
 
 
 def highest(planes: Sequence[tuple[float, float, float]]) -> tuple[float, PerDirection]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -42,7 +42,7 @@ def searched_plan(graph: RuledGraph, request: PlanRequest, search: SearchName) -
             objective,
             objective.before_first(graph),
         )
-    found = Meshes(graph, request, row).found()
+    *_, found = Meshes(graph, request, row).found()
     assert found.plan is not None
     return replace(found.plan, bound=found.bound, considered=found.considered)
 
@@ -93,20 +93,36 @@ class Meshes:
         found.price = self._price
         return found
 
-    def look(self) -> None:
-        """Look at meshes of few axes, then at finer ones; where all tables would be too large, at coarser ones."""
-        count = self._row.first_axes
-        meshes = meshes_for(self._graph, self._request, count)
-        few = [self.search_on(mesh) for mesh in meshes]
-        self.look_at(few)
+    def found(self) -> Iterator[Found[Plan]]:
+        """Search the mesh that was asked for, or all; yield the plan that costs least, on few axes and then on all.
+
+        Raises:
+            PlanError: where there is none, and none is known.
+        """
+        if self._request.axes:
+            self.look_at([self.search_on(self._request.axes)])
+            yield self._found(whole=True)
+            return
+        few = meshes_for(self._graph, self._request, self._row.first_axes)
+        least = self._look_at_few(few)
         # Unless pins, the storage or the inputs name the axes that there are.
-        named = len(meshes[0].axes) > count or self._request.storage or isinstance(self._request.inputs, Mapping)
-        if self._is_too_wide() and not named:
+        named = len(few[0].axes) > self._row.first_axes or self._request.storage
+        if self._is_too_wide() and not (named or isinstance(self._request.inputs, Mapping)):
+            count = self._row.first_axes
             while self._is_too_wide() and count > 1:
                 count -= 1
-                self.look_at([self.search_on(mesh) for mesh in meshes_for(self._graph, self._request, count)])
-        else:
-            self._look_closer(self._finer(meshes), min(of.least for of in few))
+                self._look_at_few(meshes_for(self._graph, self._request, count))
+        elif finer := self._finer(few):
+            if self._best is not None or math.isfinite(self._below):
+                yield self._found(whole=False)
+            self._look_closer(finer, least)
+        yield self._found(whole=True)
+
+    def _look_at_few(self, meshes: Sequence[Mesh]) -> float:
+        """Look at meshes of few axes; return the least that operators alone cost there."""
+        few = [self.search_on(mesh) for mesh in meshes]
+        self.look_at(few)
+        return min(of.least for of in few)
 
     def _look_closer(self, finer: Sequence[Mesh], least: float) -> None:
         """Look at finer meshes: first at that of the last plan, then where operators may cost least."""
@@ -187,21 +203,13 @@ class Meshes:
         nothing = self._best is None and bool(self._errors)
         return nothing and all(isinstance(error, TooWide) for _, error in self._errors)
 
-    def found(self) -> Found[Plan]:
-        """Search the mesh that was asked for, or all, for the plan that costs least.
-
-        Raises:
-            PlanError: where there is none, and none is known.
-        """
-        if self._request.axes:
-            self.look_at([self.search_on(self._request.axes)])
-        else:
-            self.look()
+    def _found(self, *, whole: bool) -> Found[Plan]:
+        """Return what was found so far; raise why nothing was, where nothing is known either."""
         several = tuple(self._said) if len(self._said) > 1 else ()
         if self._best is not None:
-            return Found(self._best, self._best.bound and min(self._bounds), several)
+            return Found(self._best, self._best.bound and min(self._bounds), several, whole)
         if math.isfinite(self._below):
-            return Found(None, None if self._row.by_axes else min([self._below, *self._bounds]), several)
+            return Found(None, None if self._row.by_axes else min([self._below, *self._bounds]), several, whole)
         errors = [error for _, error in self._errors]
         if over := [error for error in errors if isinstance(error, OverBudget)]:
             raise min(over, key=lambda error: error.least_bytes)
