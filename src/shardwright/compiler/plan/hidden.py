@@ -24,10 +24,10 @@ from shardwright.compiler.plan.pricing.cost import PerDirection, Seconds
 from shardwright.compiler.plan.search.choices import OverBudget
 from shardwright.compiler.plan.timing.prices import Prices
 
-MOST_WEIGHTS = 6  # of what is hidden, for each of which a search is made
+MOST_WEIGHTS = 4  # of what is hidden, for each of which a search is made
+MOST_ON_FEW = 3  # and on meshes of few axes
 CLOSE_TO_BOUND = 5e-3  # a gap, as a share, that is worth no other weights
 CLOSE_TO_TOP = 0.25  # a rise of the bound, as a share of the gap, that is worth no other weights
-FAR_FROM_BOUND = 2e-2  # a gap that is worth a search as if nothing were hidden
 CLOSE_WEIGHTS = 1e-3
 WEIGHT = (0.0, 1.0)  # the least and the largest
 LEVEL = 0.5  # of what planes allow the bound to rise at most, so much is looked for
@@ -57,9 +57,9 @@ def cheapest_with_hidden(
 ) -> P:
     """The plan whose step takes least of those that are found, what is hidden of its communication taken off.
 
-    Of the bounds the largest is given, and the plan that takes least of all that were found, where a gap is left also
-    as if nothing were hidden. That need not be the least of all, since nothing can be communicated before it is there,
-    nor later than it is needed; how far it may be from it is the gap.
+    Of the bounds the largest is given, and the plan that takes least of all that were found. That need not be the least
+    of all, since nothing can be communicated before it is there, nor later than it is needed; how far it may be from it
+    is the gap.
 
     Beside ``before_s`` seconds of computing goes on what none of these sums has (`Seconds.before_first`). Each search
     looks for what costs less than all plans that were found before. Weights are looked for on meshes of few axes, which
@@ -114,7 +114,7 @@ class _Weighing(Generic[P]):
                 self._look_at_weights(start, whole=True)
         except OverBudget as error:
             over = error
-        if over is not None or not self._is_close(FAR_FROM_BOUND):
+        if over is not None:
             self._look_without_hiding(over)
         best = min((one.plan for one in self._found), key=lambda plan: plan.cost or 0.0)
         if not self._bounds:
@@ -122,15 +122,12 @@ class _Weighing(Generic[P]):
         bound, considered = max(self._bounds)
         return replace(best, bound=min(bound, best.cost or 0.0), considered=considered)
 
-    def _is_close(self, gap: float) -> bool:
-        return bool(self._bounds) and self._least() <= max(self._bounds)[0] * (1 + gap)
-
     def _least(self) -> float:
         return min(one.plan.cost or 0.0 for one in self._found)
 
     def _look_at_weights(self, weights: PerDirection, *, whole: bool) -> PerDirection:
         """Look for the weights of the largest bound, on few meshes or all; return the best."""
-        for _ in range(MOST_WEIGHTS):
+        for _ in range(MOST_WEIGHTS if whole else MOST_ON_FEW):
             self._look_at(weights, whole=whole)
             best = max(self._heights, key=lambda of: self._heights[of])
             if not self._found:
@@ -172,13 +169,13 @@ class _Weighing(Generic[P]):
     def _least_at(self, weights: PerDirection) -> float:
         return min((one.at(weights, self._hides) for one in self._found), default=math.inf)
 
-    def _look_without_hiding(self, over: OverBudget | None) -> None:
-        """Search as if nothing were hidden; where nothing fits that has been found before, either, raise the error."""
+    def _look_without_hiding(self, over: OverBudget) -> None:
+        """Search as if nothing were hidden, since nothing fits; where nothing does then, either, raise the error."""
         try:
             with stage(search="hiding nothing"):
                 *_, found = self._search(self._objective, min((one.cost for one in self._found), default=math.inf))
         except OverBudget as again:
-            raise min((again, over or again), key=lambda error: error.least_bytes) from None
+            raise min((again, over), key=lambda error: error.least_bytes) from None
         self._taken(found)
 
     @in_stage("pricing")

@@ -44,7 +44,10 @@ T = TypeVar("T")
 
 
 class StillCosts:
-    """The part of a `CostCache` that stays the same for objectives which differ in what they hide alone."""
+    """The part of a `CostCache` that stays the same for objectives which differ in what they hide alone.
+
+    What is large is no part of it: it is soon made of the rest.
+    """
 
     def __init__(self) -> None:
         # Cached as `CostCache` says.
@@ -54,7 +57,6 @@ class StillCosts:
         self.same: dict[tuple[Target, ...], tuple[Target, ...]] = {}
         self.leaves: dict[Hashable, Costs] = {}
         self.arrays: dict[Hashable, Costs] = {}
-        self.edges: dict[Hashable, EdgeTables] = {}
         self.buffers: dict[Hashable, Costs] = {}
         self.alone: dict[Any, Any] = {}
 
@@ -79,7 +81,7 @@ class CostCache:
         self._prices: dict[Hashable, dict[Strategy, float]] = {}
         # By whether it is of parameters, which may overlap.
         self._arrays: dict[bool, dict[Hashable, Costs]] = {False: self.still.arrays, True: {}}
-        self._edges: dict[bool, dict[Hashable, EdgeTables]] = {False: self.still.edges, True: {}}
+        self._edges: dict[Hashable, EdgeTables] = {}
 
     def alone(self, choice: T) -> tuple[T, ...]:
         """A list of choices that has one alone: equal ones are one object."""
@@ -142,13 +144,12 @@ class CostCache:
             differ: whether no consumer is another, too, which demands two targets.
         """
         key = _alike(facts), self._identity(layouts), tuple(self._identity(targets) for targets in demanded), differ
-        known = self._edges[facts.of_parameter]
-        if key not in known:
+        if key not in self._edges:
             kinds, targets = tuple(dict.fromkeys(layouts)), tuple(dict.fromkeys(itertools.chain(*demanded)))
             at = {layout: i for i, layout in enumerate(kinds)}
             costs = self.array(facts, kinds, targets)[[at[layout] for layout in layouts]]
-            known[key] = _edges(costs, targets, demanded, differ)
-        return known[key]
+            self._edges[key] = _edges(costs, targets, demanded, differ)
+        return self._edges[key]
 
     def array(self, facts: Value, layouts: tuple[Layout, ...], targets: tuple[Target, ...]) -> Costs:
         """Return the cost of bringing a value from each layout to each target."""
