@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from shardwright.compiler.capture.ir import Node, Value
 from shardwright.compiler.lower.program import Instruction, LocalProgram
 from shardwright.compiler.plan.plan import Plan
-from shardwright.compiler.plan.pricing.cost import beside_together
+from shardwright.compiler.plan.pricing.joined import beside_together
 from shardwright.compiler.plan.pricing.memory import local_bytes
 from shardwright.compiler.rules.table import Column, column
 

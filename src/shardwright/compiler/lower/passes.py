@@ -14,7 +14,7 @@ from shardwright.compiler.lower.program import Instruction, LocalProgram, variab
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.mesh.redistribute import Step
 from shardwright.compiler.plan.plan import Plan
-from shardwright.compiler.plan.pricing.cost import (
+from shardwright.compiler.plan.pricing.joined import (
     EnteringParameter,
     SmallGather,
     entering_alike,

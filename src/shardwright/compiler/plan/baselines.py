@@ -14,8 +14,9 @@ from dataclasses import replace
 from shardwright.compiler.plan.axis_names import with_axis_names
 from shardwright.compiler.plan.make import data_parallel_plan
 from shardwright.compiler.plan.plan import Plan
-from shardwright.compiler.plan.pricing.cost import SMALL_WHOLE_BYTES, Seconds
+from shardwright.compiler.plan.pricing.cost import Seconds
 from shardwright.compiler.plan.pricing.graph import RuledGraph
+from shardwright.compiler.plan.pricing.joined import SMALL_WHOLE_BYTES
 from shardwright.compiler.plan.request import PlanRequest
 from shardwright.compiler.plan.search.choices import Space, casting_shards
 from shardwright.compiler.plan.search.search import search

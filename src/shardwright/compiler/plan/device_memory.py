@@ -11,13 +11,8 @@ from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.mesh.redistribute import copies
 from shardwright.compiler.plan.decisions import Decisions, Transfer
-from shardwright.compiler.plan.pricing.cost import (
-    SmallGather,
-    in_gathers,
-    reduced_in_buckets,
-    small_gather,
-    together_bytes,
-)
+from shardwright.compiler.plan.pricing.cost import reduced_in_buckets
+from shardwright.compiler.plan.pricing.joined import SmallGather, in_gathers, small_gather, together_bytes
 from shardwright.compiler.plan.pricing.memory import Block, OptimizerStates, local_bytes
 from shardwright.distributed.gradients import BUCKET_BYTES
 

@@ -23,8 +23,8 @@ import numpy as np
 from shardwright.compiler.capture.ir import Value
 from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.mesh.redistribute import redistribute
-from shardwright.compiler.plan.pricing.cost import GATHERED_BYTES, SMALL_WHOLE_BYTES, small_gather, together_bytes
 from shardwright.compiler.plan.pricing.graph import Target
+from shardwright.compiler.plan.pricing.joined import GATHERED_BYTES, SMALL_WHOLE_BYTES, small_gather, together_bytes
 from shardwright.compiler.plan.pricing.memory import SavedTensors, local_bytes
 from shardwright.compiler.plan.search.exact import Table, TooWide, cost_at
 from shardwright.compiler.plan.search.min_sum import Costs

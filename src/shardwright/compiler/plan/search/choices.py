@@ -11,8 +11,8 @@ from shardwright.compiler.capture.ir import Node
 from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.mesh.redistribute import redistribute
-from shardwright.compiler.plan.pricing.cost import SMALL_WHOLE_BYTES
 from shardwright.compiler.plan.pricing.graph import RuledGraph, target_of
+from shardwright.compiler.plan.pricing.joined import SMALL_WHOLE_BYTES
 from shardwright.compiler.plan.pricing.memory import Block
 from shardwright.compiler.rules.notation import OpRule, Strategy
 from shardwright.compiler.rules.table import row_of

@@ -19,7 +19,8 @@ from functools import cached_property
 
 from shardwright.compiler.capture.ir import Node
 from shardwright.compiler.plan.decisions import Transfer
-from shardwright.compiler.plan.pricing.cost import ON_THE_WAY, EnteringParameter, entering_alike, in_buckets, once_more
+from shardwright.compiler.plan.pricing.cost import ON_THE_WAY, once_more
+from shardwright.compiler.plan.pricing.joined import EnteringParameter, entering_alike, in_buckets
 from shardwright.compiler.plan.pricing.memory import Block, Blocks, local_bytes
 from shardwright.compiler.plan.timing.costs import Communication, Costs
 from shardwright.compiler.plan.timing.time_line import Act, Begun, Stream, Work, awaits, begins, does, with_prefetch
