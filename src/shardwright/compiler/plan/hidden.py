@@ -25,7 +25,7 @@ from shardwright.compiler.plan.search.choices import OverBudget
 from shardwright.compiler.plan.timing.prices import Prices
 
 MOST_WEIGHTS = 4  # of what is hidden, for each of which a search is made
-MOST_ON_FEW = 3  # and on meshes of few axes
+MOST_ON_FEW = 5  # and on meshes of few axes
 CLOSE_TO_BOUND = 5e-3  # a gap, as a share, that is worth no other weights
 CLOSE_TO_TOP = 0.25  # a rise of the bound, as a share of the gap, that is worth no other weights
 CLOSE_WEIGHTS = 1e-3
@@ -98,6 +98,7 @@ class _Weighing(Generic[P]):
         self._found: list[_Weighed[P]] = []
         self._on_few: dict[PerDirection, Searched[P]] = {}  # searches that have looked at meshes of few axes alone
         self._heights: dict[PerDirection, float] = {}  # what no plan is below, by the weights that were looked at
+        self._on_few_heights: dict[PerDirection, float] = {}  # the same on meshes of few axes: no less than on all
         self._bounds: list[tuple[float, tuple[str, ...]]] = []  # of all meshes, with what is said of these
 
     def cheapest(self) -> P:
@@ -110,7 +111,7 @@ class _Weighing(Generic[P]):
         try:
             start = self._look_at_weights(PerDirection(1.0, 1.0), whole=False)
             if self._on_few:
-                self._heights = {}
+                self._on_few_heights, self._heights = self._heights, {}
                 self._look_at_weights(start, whole=True)
         except OverBudget as error:
             over = error
@@ -140,7 +141,8 @@ class _Weighing(Generic[P]):
             if top - height <= CLOSE_TO_TOP * (least - bound):
                 return best
             weights = nearest(planes, height + LEVEL * (top - height), best)
-            if any(max(abs(a - b) for a, b in zip(weights, of, strict=True)) < CLOSE_WEIGHTS for of in self._heights):
+            lower = {of for of, few in self._on_few_heights.items() if few <= height}
+            if any(_are_close(weights, of) for of in lower.union(self._heights)):
                 return best
         return best
 
@@ -188,6 +190,10 @@ class _Weighing(Generic[P]):
         )
 
 
+def _are_close(weights: PerDirection, others: PerDirection) -> bool:
+    return max(abs(one - other) for one, other in zip(weights, others, strict=True)) < CLOSE_WEIGHTS
+
+
 def highest(planes: Sequence[tuple[float, float, float]]) -> tuple[float, PerDirection]:
     """Return the largest of what no plane is below, and where that is, with both weights from 0 to 1.
 
@@ -195,8 +201,8 @@ def highest(planes: Sequence[tuple[float, float, float]]) -> tuple[float, PerDir
         planes: of each its height at weights of 0, and by how much it rises with each of both.
 
     Example:
-        >>> highest([(0.0, 2.0, 0.0), (3.0, -4.0, 1.0)])
-        (1.333..., PerDirection(forward=0.666..., backward=1.0))
+        >>> highest([(0.0, 2.0, 0.0), (2.0, -2.0, 0.5)])
+        (1.25, PerDirection(forward=0.625, backward=1.0))
     """
     unit = max(abs(height) for height, *_ in planes) or 1.0
     below = [[-forward / unit, -backward / unit, 1.0] for _, forward, backward in planes]

@@ -254,7 +254,7 @@ def _part_too_large(held: DeviceMemory, limit: int) -> str:
 
 # A gap of such a share is none. On more than few axes propagation, which takes as long as the search, is not asked:
 # what it may choose is searched by itself there, and for seconds.
-EQUAL = 1e-9
+EQUAL, NEARLY_EQUAL = 1e-9, 1e-3
 # A gap of another way to plan that is worth no further price of a byte, and how far prices are apart where that
 # minimises something else.
 FAR, APART = 1e-2, 5e-2
@@ -309,7 +309,9 @@ def best_baseline(on_mesh: MeshSearch, row: Search, over: OverBudget) -> Choice:
 @in_stage("alternatives")
 def or_alternative(choice: Choice, row: Search, on_mesh: MeshSearch) -> Choice:
     """The choice, or the best of the others that may be taken, where a gap is left and one of them costs less."""
-    if choice.cost is None or choice.bound is None or choice.bound >= choice.cost * (1 - EQUAL):
+    # Where something is hidden, what is minimised is no more than near to what a step takes.
+    gap = NEARLY_EQUAL if on_mesh.request.hardware.hides_gradients else EQUAL
+    if choice.cost is None or choice.bound is None or choice.bound >= choice.cost * (1 - gap):
         return choice
     best, space, request = choice, on_mesh.space, on_mesh.request
     costs: dict[tuple[int, int], float] = {}  # by what was decided: what is gathered again does not count here

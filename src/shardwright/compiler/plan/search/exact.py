@@ -102,6 +102,8 @@ LIMIT = 1_000_000
 
 LARGEST = 20_000_000
 """The largest table that is kept, in entries: 160 MB."""
+MOST_KEPT = 150_000_000
+"""So many entries of all tables are kept at most: 1.2 GB."""
 
 
 class TooWide(PlanError):
@@ -143,12 +145,12 @@ def work(
 ) -> float:
     """Return how many entries `minimise` would add up without a limit, or infinity where that is more than ``most``.
 
-    Steps of the same tables count once: those for which ``alike`` has the same. It is infinity, too, where a table that
-    is left would take more memory than there should be for it.
+    Steps of the same tables count once: those for which ``alike`` has the same. It is infinity, too, where the tables
+    that are left would take more memory than there should be for them.
     """
     own = tuple(tuple(v for v in scope if domains[v] != 1) for scope in scopes)
     order = _steps(tuple(domains), own, most)
-    every, total = [*alike], 0
+    every, total, kept = [*alike], 0, 0
     known: dict[Hashable, Hashable] = {}
     for step in order.steps:
         if step.entries > LARGEST * domains[step.variable]:
@@ -157,8 +159,9 @@ def work(
         if made_of not in known:
             known[made_of] = "made", len(known)
             total += step.entries
+            kept += step.entries // domains[step.variable]
         every.append(known[made_of])
-    return total if total <= most and not order.wider else math.inf
+    return total if total <= most and kept <= MOST_KEPT and not order.wider else math.inf
 
 
 @dataclass(frozen=True)
