@@ -95,7 +95,8 @@ def test_every_search_plans_published_models_on_three_axes(name):
 )
 def test_published_models_fit_their_devices_and_share_out_their_work(name, mesh, dtype, gap):
     """At all layers, with AdamW in 80 GiB."""
-    found = MODELS.planned(MODELS.Case(name, mesh=mesh, memory="80GiB", dtype=dtype, batch=192))
+    rows = 96 if name in ("llama_8b", "mixtral_8x7b") else 192  # of twice as many words
+    found = MODELS.planned(MODELS.Case(name, mesh=mesh, memory="80GiB", dtype=dtype, batch=rows))
     assert found["holds_gib"] <= 80
     assert found["gap"] < gap
     assert found["alike"] < 0.01
