@@ -31,8 +31,8 @@ Solution
     bound of all plans on the meshes that were searched (`meshes.Meshes`); cost and bound make the gap.
 
 Files, in the order in which a request passes them: `request` and `searches` (what is asked), `make` (the entry),
-`meshes` and `mesh_search` (which meshes, and the search on each), `spaces` and ``search/`` (choices, and the minimum),
-``pricing/`` (the cost of each piece on given hardware). The result is a `plan.Plan`: its `decisions`, the seconds of a
-step under them (``timing/``), `device_memory`, the names of its axes (`axis_names`), its tables (`text`) and its
-reasons (`explain`). `baselines` has the plans that are known by name.
+`hidden`, `meshes` and `mesh_search` (how much is hidden, which meshes, and the search on each), `spaces` and
+``search/`` (choices, and the minimum), ``pricing/`` (the cost of each piece on given hardware). The result is a
+`plan.Plan`: its `decisions`, the seconds of a step under them (``timing/``), `device_memory`, the names of its axes
+(`axis_names`), its tables (`text`) and its reasons (`explain`). `baselines` has the plans that are known by name.
 """
