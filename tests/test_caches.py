@@ -30,7 +30,7 @@ from shardwright.compiler.mesh.mesh import Axis, Link, Mesh
 from shardwright.compiler.plan.device_memory import device_memory_of
 from shardwright.compiler.plan.make import make_plan
 from shardwright.compiler.plan.pricing import cost, pairs
-from shardwright.compiler.plan.pricing.cost import Bytes, Seconds
+from shardwright.compiler.plan.pricing.cost import Bytes, PerDirection, Seconds
 from shardwright.compiler.plan.pricing.graph import RuledGraph, Target, Use, each_made_by, targets_of
 from shardwright.compiler.plan.pricing.hardware import shipped
 from shardwright.compiler.plan.pricing.memory import states_of
@@ -299,6 +299,21 @@ def test_every_way_costs_what_it_costs_alone(graph):
             assert np.array_equal(
                 known.largest_buffers(facts, layouts, targets), alone.buffers(facts, layouts, targets)
             )
+
+
+def test_what_objectives_share_does_not_depend_on_what_they_hide(graph):
+    layouts = (Layout.replicated(2), Layout.split(2, {0: ["a"]}), Layout.split(2, {1: ["b"]}))
+    targets = tuple(Target(layout) for layout in layouts)
+    parameter = next(value for value in graph.capture.of_kind("parameter") if len(value.shape) == 2)
+    seconds = Seconds(replace(shipped("h100"), ranks_per_host=2))
+    still = None
+    for weights in (PerDirection(1.0, 1.0), PerDirection(0.3, 0.8), PerDirection(0.0, 0.0)):
+        known = CostCache(graph, seconds.hiding(weights), LINKED, still)
+        still = known.still
+        for value in (parameter, replace(parameter, kind="result"), replace(parameter, kind="result", reduced_in=None)):
+            alone = CostCache(graph, seconds.hiding(weights), LINKED)
+            assert np.array_equal(known.array(value, layouts, targets), alone.array(value, layouts, targets))
+            assert np.array_equal(known.leaf(value, layouts), alone.leaf(value, layouts))
 
 
 def test_what_is_held_depends_on_blocks_and_on_what_is_gathered_again():

@@ -130,7 +130,7 @@ class CostCache:
 
     def leaf(self, value: Value, layouts: Sequence[Layout]) -> Costs:
         """Return the cost of holding a leaf in each layout."""
-        key = _alike(value), self._identity(layouts)
+        key = value.kind, _alike(value), self._identity(layouts)
         if key not in self.still.leaves:
             self.still.leaves[key] = np.array([self.objective.leaf(value, layout, self.mesh) for layout in layouts])
         return self.still.leaves[key]
