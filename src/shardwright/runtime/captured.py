@@ -19,6 +19,7 @@ from shardwright.compiler.capture.capture import StepKind, flatten_batch
 from shardwright.compiler.capture.ir import Capture, Filled
 from shardwright.compiler.mesh.changed import refuse_lost_changes
 from shardwright.compiler.mesh.dtensor import gathered
+from shardwright.compiler.mesh.mesh import PIPELINE
 from shardwright.compiler.mesh.processes import communicator_over
 from shardwright.compiler.plan.plan import Plan
 from shardwright.data.loading.batch import Batch
@@ -95,11 +96,11 @@ class Parallel(ParallelModel):
         self.plan = planner.first_plan(sample_batch, rows, plan, filled)
         lockstep = Lockstep() if self.plan.mode == "single" else Lockstep.of_all_ranks()
         self._same_batch, self._sizes = SameBatch(lockstep, world.device, options.checks), SizeExchange(lockstep)
-        self._communicator = communicator_over(self.plan.mesh, lockstep)
+        self._communicator = communicator_over(self.plan.devices, lockstep)
         if world.device.type == "cpu":
             keep_freed_memory()
         with waiting_for(f"placing the parameters of {type(model).__name__}"):
-            place(model, layouts_by_name(self.plan), self.plan.mesh, world.device, options.init, seed)
+            place(model, layouts_by_name(self.plan), self.plan.devices, world.device, options.init, seed)
         self._state = ModelState(model, self.plan, seed, world.device)
         self._split = is_split(model)
         self._reduction.ask_for(model)
@@ -121,14 +122,15 @@ class Parallel(ParallelModel):
             _used_buffers(self.plan.capture),
             lockstep,
             world.device,
-            axes=[axis.name for axis in self.plan.mesh.axes if axis.size > 1],
+            axes=[axis.name for axis in self.plan.devices.axes if axis.size > 1],
             summed=partial(summed_axes, self.plan.capture, self._programs.executions()[0].program),  # of training
             together=self.plan.mode != "single",
             checks=options.checks,
             failed=self._failed_in_step,
         )
         together = self.plan.mode != "single"
-        self._same_calls = SameCalls(lockstep, self._pulse, together=together, checks=options.checks)
+        stages = [self.plan.devices.coordinates(r).get(PIPELINE, 0) for r in range(self.plan.devices.size)]
+        self._same_calls = SameCalls(lockstep, self._pulse, together=together, checks=options.checks, stages=stages)
         self._checks: list[StepCheck] = [Structure(model), *([LostChanges()] if self._split else [])]
         """Before anything is known of a step. ``_same_batch`` compares whole batches that all ranks pass, and once all
         have come to one program ``_same_calls`` and ``_replicas`` compare. After a step the program raises what the

@@ -61,6 +61,7 @@ def parallelize(
     *,
     search: SearchName | None = None,
     mesh: Mesh | str | None = None,
+    microbatches: int | None = None,
     plan: Plan | str | None = None,
     pins: Mapping[str, Any] | None = None,
     gradients: Gradients = "mean",
@@ -95,6 +96,10 @@ def parallelize(
             "recursive" (few seconds, axis by axis); "sharding_propagation", "dynamic_programming" and
             "recursive_programming" are MindSpore's names of these three.
         mesh: named axes, ``"dp=2,tp=4"``; by default one axis over all ranks, divided as the search needs it.
+            An axis ``pp`` in front is that of pipeline stages, as in ``"pp=2,dp=4"``: each group of ranks computes a
+            stretch of the operators.
+        microbatches: into how many parts each rank's batch is cut, of which one goes through the stages behind the
+            other; by default four for each stage, if there are as many rows.
         plan: a plan, or the path of a saved one, in place of a search.
         pins: strategies by pattern of module path, ``{"layers.*.up": ((2, 1), (1, 4))}``.
         gradients: "mean" leaves the gradient of the loss, "sum" that times the world size, in every mode.
@@ -172,7 +177,14 @@ def parallelize(
             "batch before sw.parallelize, under torch.no_grad()"
         )
     shapes = {n: f"{list(p.shape)} {p.dtype}" for n, p in model.named_parameters() if not is_lazy(p)}
-    options = {"mode": called, "search": search, "mesh": str(mesh), "gradients": gradients, "batch": batch}
+    options = {
+        "mode": called,
+        "search": search,
+        "mesh": str(mesh),
+        "microbatches": str(microbatches),
+        "gradients": gradients,
+        "batch": batch,
+    }
     options |= {
         "dynamic": str(dynamic),
         "memory": AUTO if memory == AUTO else str(limit),
@@ -191,7 +203,17 @@ def parallelize(
     priced = hardware_of(world, known)
     if memory == AUTO:
         limit = automatic_limit(world, priced)
-    request = PlanRequest(devices, called, search, inputs, priced, memory=limit, optimizer=states, recompute=patterns)
+    request = PlanRequest(
+        devices,
+        called,
+        search,
+        inputs,
+        priced,
+        memory=limit,
+        optimizer=states,
+        recompute=patterns,
+        microbatches=microbatches,
+    )
     loss_fn = within(precision, world.device, loss_fn)
     predict_fn = predict_fn and within(precision, world.device, predict_fn)
     predict = predict_fn and outputs_alone(predict_fn)

@@ -23,6 +23,7 @@ from shardwright.compiler.lower.passes import (
     join_running_statistics,
     note_regathered,
 )
+from shardwright.compiler.lower.pipeline import in_stages, microbatches_of
 from shardwright.compiler.lower.program import Instruction, LocalProgram, variables
 from shardwright.compiler.lower.site import Site
 from shardwright.compiler.mesh.redistribute import Step
@@ -50,15 +51,21 @@ def lower(
     Raises:
         LoweringError: where the result is not what the plan says (a defect, to be reported).
     """
-    lowering = _Lowering(plan, rank)
-    program = lowering.run()
-    check(program, plan)
+    if plan.stages is not None:
+        return in_stages([_unjoined(plan, of) for of in microbatches_of(plan, rank)], plan, rank)
+    program = _unjoined(plan, rank)
     program = join_buckets(program, bucket_bytes, first_bucket_bytes)
     program = join_running_statistics(join_gathers(program))
     if overlap:
         program = begin_early(program, plan)
     check(program, plan)
     return note_regathered(program, plan)
+
+
+def _unjoined(plan: Plan, rank: int) -> LocalProgram:
+    program = _Lowering(plan, rank).run()
+    check(program, plan)
+    return program
 
 
 class _Lowering:

@@ -33,13 +33,14 @@ class Instruction:
     have a "begin" before it, and a "late", in whose backward the sum of its gradients is waited for; what they move is
     said by the all-gather alone. What is done "in place" has no
     outputs: it ends what operators before it began, which say what it communicates. A cast that is "shared" has a
-    result for each of its readers. A "stretch" is a function of several operators
-    (`shardwright.runtime.compiled.compiler`).
+    result for each of its readers. "pipeline" is what stages do with each other and with
+    microbatches. A "stretch" is a function of several operators (`shardwright.runtime.compiled.compiler`).
     """
 
     kind: Literal[
-        "operator", "redistribution", "bucket", "later", "joined", "begin", "late", "in place", "shared", "stretch"
-    ]
+        "operator", "redistribution", "bucket", "later", "joined", "begin", "late", "in place", "shared", "stretch",
+        "pipeline",
+    ]  # fmt: skip
     outputs: tuple[str, ...]
     reads: tuple[str, ...]
     call: Call
@@ -161,6 +162,12 @@ class LocalProgram:
     aux: tuple[str, ...]
     mutations: Mapping[str, str]
     prefetches: bool = False  # whether the backward gathers anew what the section needs to which it comes next
+    of_stages: tuple[tuple[str, ...], ...] = ()  # axes over which programs of some pipeline stage communicate
+
+    @property
+    def groups(self) -> frozenset[tuple[str, ...]]:
+        """Return the sets of axes over which ranks communicate, the same on all."""
+        return frozenset(self.of_stages or (collective.axes for _, _, collective in self.collectives()))
 
     def collectives(self) -> list[tuple[str, str, Collective]]:
         """Every collective as (cause, direction, collective), those inside buckets singly, in order of the program."""

@@ -79,6 +79,15 @@ class Communicator(Protocol):
     def all_to_all(self, tensors: list[Tensor], axes: Axes) -> list[Tensor]:
         """Return what every member has for this rank."""
 
+    def send(self, tensor: Tensor, axis: str, to: int) -> Callable[[], None]:
+        """Begin to send a tensor to the rank at coordinate ``to`` of an axis; what is returned waits for the end.
+
+        Until then nobody writes ``tensor``. What one rank sends to another arrives in the order in which it is sent.
+        """
+
+    def receive(self, tensor: Tensor, axis: str, source: int) -> Tensor:
+        """Wait for what the rank at coordinate ``source`` of an axis sends, which ``tensor`` takes; returns that."""
+
 
 class Cut(NamedTuple):
     """A dim of global ``size`` that is cut over ``within`` and then over ``axes``, between multiples of ``unit``."""

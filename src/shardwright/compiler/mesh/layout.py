@@ -93,6 +93,12 @@ class Layout:
         """Return the layout with the same dims and nothing partial."""
         return Layout(self.dims)
 
+    def without(self, *axes: str) -> Layout:
+        """Return the layout on a mesh that lacks some axes."""
+        dims = tuple(Split(tuple(axis for axis in dim.axes if axis not in axes), dim.unit) for dim in self.dims)
+        kept = tuple(dim if dim.axes else WHOLE for dim in dims)
+        return Layout(kept, tuple(axis for axis in self.partial if axis not in axes))
+
     def local_slice(self, shape: Sequence[int], mesh: Mesh, rank: int) -> tuple[slice, ...]:
         """The part of a tensor of global ``shape`` that ``rank`` holds. The only answer to that question."""
         at = mesh.coordinates(rank)

@@ -8,7 +8,7 @@ factors: on `dp=2, tp=4` a dim can then be cut into 4 over (dp, tp.0) and anothe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,6 +16,10 @@ from shardwright.errors import UsageError
 
 UNNAMED = "ranks"
 """The one axis of devices to whose mesh the user gave no names."""
+PIPELINE = "pp"
+"""The axis of pipeline stages, the major one of the devices."""
+MICROBATCHES = "micro"
+"""The axis of microbatches, the major one of a plan's mesh: each rank works through it one after the other."""
 
 
 @dataclass(frozen=True)
@@ -181,6 +185,24 @@ class Mesh:
         if len(self.axes) > 1 and self.is_unnamed:
             return f"{' x '.join(str(axis.size) for axis in self.axes)} {UNNAMED}"
         return " ".join(f"{axis.name}={axis.size}" for axis in self.axes) or "one device"
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The pipeline stages of a plan: ``count`` groups of ranks, through which ``microbatches`` parts of a batch go.
+
+    ``of`` names the stage of each operator that depends on the batch and on parameters. Others, as the cast of a
+    weight or a mask of positions, are computed by every stage that reads them.
+    """
+
+    count: int
+    microbatches: int
+    of: Mapping[str, int]
+
+    def devices(self, mesh: Mesh) -> Mesh:
+        """Return the mesh of the ranks for a plan's ``mesh``: stages first, and no axis that is laid out in time."""
+        axes = tuple(axis for axis in mesh.axes if axis.name != MICROBATCHES)
+        return Mesh((Axis(PIPELINE, self.count), *axes))
 
 
 def prime_factors(n: int) -> list[int]:

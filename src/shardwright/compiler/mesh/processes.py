@@ -195,6 +195,29 @@ class ProcessCommunicator:
         channel = self._channel(axes, tensors[0])
         return tensors if channel is None else list(self._exchanging(torch.stack(tensors), channel, True)().unbind())
 
+    def send(self, tensor: Tensor, axis: str, to: int) -> Callable[[], None]:
+        channel = self._channel((axis,), tensor)
+        assert channel is not None
+        self._lockstep.answer_aside()  # a message is waited for without a time limit, after which gloo would end
+        work = dist.isend(moved(tensor, channel.backend), group=channel.group, group_dst=to)
+
+        def wait() -> None:
+            nonlocal tensor
+            if work is not None:
+                self._lockstep.wait(work, in_turns=False)
+            tensor = tensor.new_empty(0)
+
+        return wait
+
+    def receive(self, tensor: Tensor, axis: str, source: int) -> Tensor:
+        channel = self._channel((axis,), tensor)
+        assert channel is not None
+        self._lockstep.answer_aside()
+        work = dist.irecv(moved(tensor, channel.backend), group=channel.group, group_src=source)
+        if work is not None:
+            self._lockstep.wait(work, in_turns=False)
+        return tensor
+
     def _exchanging(self, sent: Tensor, channel: _Channel, at_once: bool) -> Callable[[], Tensor]:
         """Begin to give every member what is for it; what is returned waits for theirs, each as a row of ``sent``."""
         received = torch.empty_like(sent)
@@ -265,6 +288,25 @@ class WatchedCommunicator:
 
     def all_to_all(self, tensors: list[Tensor], axes: Axes) -> list[Tensor]:
         return self._inside(b"all_to_all", self._communicator.all_to_all, tensors, axes)
+
+    def send(self, tensor: Tensor, axis: str, to: int) -> Callable[[], None]:
+        wait = self._communicator.send(tensor, axis, to)
+
+        def finish() -> None:
+            self._note(b"send")
+            try:
+                wait()
+            finally:
+                self._note(b"")
+
+        return finish
+
+    def receive(self, tensor: Tensor, axis: str, source: int) -> Tensor:
+        self._note(b"receive", begins=True)
+        try:
+            return self._communicator.receive(tensor, axis, source)
+        finally:
+            self._note(b"")
 
     def _inside(self, name: bytes, collective: Callable[[G, Axes], T], given: G, axes: Axes) -> T:
         self._note(name, begins=True)

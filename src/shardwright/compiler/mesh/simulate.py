@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial, reduce
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -82,15 +82,26 @@ def nobodys_numbers(tensor: Tensor) -> Tensor:
     return tensor.bitwise_not()
 
 
+class _Messages(Protocol):
+    """The messages of the ranks of a simulation."""
+
+    def send(self, rank: int, to: int, tensor: Tensor) -> None: ...
+
+    def receive(self, rank: int, source: int) -> Tensor: ...
+
+
 class SimulatedCommunicator:
     """The `Communicator` of one simulated rank. ``collectives`` are those that it took part in, in order.
 
     ``begun`` are those that were begun, and not waited for.
     """
 
-    def __init__(self, mesh: Mesh, rank: int, wait: Callable[[int, _Call], list[Tensor]]) -> None:
+    def __init__(
+        self, mesh: Mesh, rank: int, wait: Callable[[int, _Call], list[Tensor]], messages: _Messages | None = None
+    ) -> None:
         self.mesh = mesh
         self.rank = rank
+        self._messages = messages
         self.collectives: list[Collective] = []
         self.begun: list[_Begun] = []
         self._wait = wait
@@ -148,6 +159,33 @@ class SimulatedCommunicator:
     def all_to_all(self, tensors: list[Tensor], axes: Axes) -> list[Tensor]:
         return self._call("all_to_all", tensors, axes)
 
+    def send(self, tensor: Tensor, axis: str, to: int) -> Callable[[], None]:
+        """Until it is waited for, nobody writes the tensor."""
+        assert self._messages is not None
+        self._messages.send(self.rank, self._member(axis, to), tensor.detach().clone())
+        begun = _Begun(f"send to rank {self._member(axis, to)}", tensor)
+        self.begun.append(begun)
+
+        def finish() -> None:
+            if begun not in self.begun:
+                raise WorldError(f"{begun.call} is waited for twice")
+            self.begun.remove(begun)
+            begun.check()
+
+        return finish
+
+    def receive(self, tensor: Tensor, axis: str, source: int) -> Tensor:
+        """Raises `WorldError` where what comes is another tensor than this one."""
+        assert self._messages is not None
+        sent = self._messages.receive(self.rank, self._member(axis, source))
+        if (sent.dtype, sent.shape) != (tensor.dtype, tensor.shape):
+            wanted, came = _described(tensor), _described(sent)
+            raise WorldError(f"rank {self.rank} receives {wanted}, and {came} was sent")
+        return tensor.copy_(sent)
+
+    def _member(self, axis: str, coordinate: int) -> int:
+        return self.mesh.rank_at({**self.mesh.coordinates(self.rank), axis: coordinate})
+
     def _call(self, kind: CollectiveKind, tensors: list[Tensor], axes: Axes) -> list[Tensor]:
         group = self.mesh.group(self.rank, axes)
         if len(group) == 1:
@@ -173,6 +211,7 @@ class _Rank:
     go: threading.Lock = field(default_factory=_taken)
     call: _Call | None = None  # the collective that it waits in
     answer: list[Tensor] = field(default_factory=list)  # what the collective gave it
+    waits_for: int | None = None  # the rank from which it waits for a message
     finished: bool = False
     result: Any = None
 
@@ -207,6 +246,7 @@ class _Simulation:
             _Rank(Thread(partial(self._rank_main, index), daemon=True), torch.get_rng_state())
             for index in range(mesh.size)
         ]
+        self.messages: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)  # by who sends and who receives
         self.ready = deque(range(mesh.size))
         self.ended = _taken()  # released when a rank failed or no rank can go on
         self.running = 0
@@ -222,7 +262,8 @@ class _Simulation:
         finally:
             self.over = True
             for index, rank in enumerate(self.ranks):
-                stuck = index == self.running and rank.call is None and not rank.finished
+                waits = rank.call is not None or rank.waits_for is not None
+                stuck = index == self.running and not waits and not rank.finished
                 if rank.thread.ident is not None and not stuck:
                     rank.go.release()
                     rank.thread.join()
@@ -247,7 +288,7 @@ class _Simulation:
         rank = self.ranks[index]
         try:
             with torch.set_grad_enabled(self.grad_enabled):
-                rank.result = self.fn(comm := SimulatedCommunicator(self.mesh, index, self._call))
+                rank.result = self.fn(comm := SimulatedCommunicator(self.mesh, index, self._call, self))
             if comm.begun:
                 raise WorldError(f"{comm.begun[0].call} was begun, and not waited for")
         except _Abandoned:
@@ -277,17 +318,42 @@ class _Simulation:
 
     def _call(self, index: int, call: _Call) -> list[Tensor]:
         """In the thread of a rank: take part in a collective, and wait until it is done."""
+        rank = self._own(index)
+        rank.call = call
+        if not self._complete(call):
+            self._let_others(rank)
+        return rank.answer
+
+    def send(self, rank: int, to: int, tensor: Tensor) -> None:
+        """In the thread of a rank: leave a message for another, which may be waiting for it."""
+        self._own(rank)
+        self.messages[rank, to].append(tensor)
+        if self.ranks[to].waits_for == rank:
+            self.ranks[to].waits_for = None
+            self.ready.append(to)
+
+    def receive(self, rank: int, source: int) -> Tensor:
+        """In the thread of a rank: wait for a message of another."""
+        own = self._own(rank)
+        if not self.messages[source, rank]:
+            own.waits_for = source
+            self._let_others(own)
+        return self.messages[source, rank].popleft()
+
+    def _own(self, index: int) -> _Rank:
+        """The rank whose thread this is."""
         rank = self.ranks[index]
         if self.over or threading.current_thread() is not rank.thread:
             raise WorldError(f"the communicator of simulated rank {index} works only inside the function that got it")
-        rank.call = call
-        if not self._complete(call):
-            rank.random_state = torch.get_rng_state()
-            self._pass_turn()
-            rank.go.acquire()
-            if self.over:
-                raise _Abandoned
-        return rank.answer
+        return rank
+
+    def _let_others(self, rank: _Rank) -> None:
+        """Let others go on until the rank is ready again."""
+        rank.random_state = torch.get_rng_state()
+        self._pass_turn()
+        rank.go.acquire()
+        if self.over:
+            raise _Abandoned
 
     def _complete(self, call: _Call) -> bool:
         """Compute the collective if all its members have come to it."""
@@ -311,6 +377,8 @@ class _Simulation:
                 return "has ended"
             if rank.call is not None:
                 return f"waits in {rank.call}"
+            if rank.waits_for is not None:
+                return f"waits for a message of rank {rank.waits_for}"
             return "is running" if index == self.running else "is ready to go on"
 
         return "".join(f"\n  rank {index} {of(index, rank)}" for index, rank in enumerate(self.ranks))

@@ -15,7 +15,7 @@ from typing import ClassVar, Self
 
 from shardwright.compiler.capture.ir import Capture, Node, Pin, Value
 from shardwright.compiler.mesh.layout import Layout, Split
-from shardwright.compiler.mesh.mesh import Mesh
+from shardwright.compiler.mesh.mesh import MICROBATCHES, PIPELINE, Mesh, Stages
 from shardwright.compiler.mesh.redistribute import Collective, Step, copies, redistribute
 from shardwright.compiler.plan.pricing.graph import RuledGraph, Target, made_by, target_of, the_one
 from shardwright.compiler.plan.pricing.hardware import Hardware
@@ -73,6 +73,7 @@ class Decisions:
         recomputed: modules with activation checkpointing: the backward recomputes them from their inputs.
         considered: a line on each mesh, where several were searched.
         hardware: the profile that the plan was priced with.
+        stages: the pipeline stages, where there are several; ``mesh`` is then that of one stage, and of microbatches.
     """
 
     graph: RuledGraph = field(repr=False)
@@ -91,10 +92,45 @@ class Decisions:
     considered: tuple[str, ...] = ()
     hardware: Hardware | None = field(default=None, repr=False)
     recomputed: frozenset[str] = frozenset()
+    stages: Stages | None = None
 
     @property
     def capture(self) -> Capture:
         return self.graph.capture
+
+    @cached_property
+    def devices(self) -> Mesh:
+        """The mesh of the ranks: that of the plan, or with pipeline stages as `Stages.devices` has it."""
+        return self.mesh if self.stages is None else self.stages.devices(self.mesh)
+
+    def on_devices(self, layout: Layout) -> Layout:
+        """Return a layout of the plan as ranks have it, who hold all microbatches: of a dim these split, the whole."""
+        if self.stages is None:
+            return layout
+        dims = tuple(Split() if MICROBATCHES in dim.axes else dim for dim in layout.dims)
+        return Layout(dims, layout.without(MICROBATCHES).partial)
+
+    @cached_property
+    def stored(self) -> Mapping[str, Layout]:
+        """The layouts of the leaves on the `devices`.
+
+        With pipeline stages a parameter is sharded over these, too, along the first dim that nothing else shards: each
+        rank holds as much of the parameters and of their optimizer states, however many a stage computes with.
+        """
+        if self.stages is None:
+            return self.leaves
+        return {name: self._stored(self.capture.values[name], layout) for name, layout in self.leaves.items()}
+
+    def _stored(self, value: Value, layout: Layout) -> Layout:
+        assert self.stages is not None
+        if value.kind != "parameter":
+            return self.on_devices(layout)
+        dims = list(layout.dims)
+        for at, (size, dim) in enumerate(zip(value.shape, dims, strict=True)):
+            if not dim.axes and size >= self.stages.count:
+                dims[at] = Split((PIPELINE,))
+                break
+        return Layout(tuple(dims))
 
     @property
     def shown_mesh(self) -> Mesh:
@@ -124,8 +160,9 @@ class Decisions:
 
     def batch_rows(self, rank: int, rows: int) -> tuple[int, int]:
         """The rows [start, stop) of a global batch of ``rows`` that ``rank`` is to be given."""
-        split = next((self.leaves[v.name].dims[0] for v in self.capture.of_kind("input") if v.shape), Split())
-        return split.bounds(rows, self.mesh, self.mesh.coordinates(rank))
+        leaves = self.leaves if self.stages is None else {n: of.without(MICROBATCHES) for n, of in self.leaves.items()}
+        split = next((leaves[v.name].dims[0] for v in self.capture.of_kind("input") if v.shape), Split())
+        return split.bounds(rows, self.devices, self.devices.coordinates(rank))
 
     def target(self, node: Node, index: int) -> Target:
         """Return the layout that operand ``index`` of ``node`` must have before the node can run on local parts."""

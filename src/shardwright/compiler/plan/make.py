@@ -14,7 +14,7 @@ from dataclasses import replace
 from shardwright.common.stages import stage
 from shardwright.common.words import in_bytes
 from shardwright.compiler.capture.ir import Capture
-from shardwright.compiler.mesh.mesh import UNNAMED, Mesh
+from shardwright.compiler.mesh.mesh import PIPELINE, UNNAMED, Mesh
 from shardwright.compiler.plan.axis_names import with_axis_names
 from shardwright.compiler.plan.plan import Plan, plan_of
 from shardwright.compiler.plan.pricing.cost import Seconds
@@ -35,7 +35,7 @@ def make_plan(capture: Capture, request: PlanRequest) -> Plan:
         PlanError: where no plan exists.
     """
     with _garbage_collection_paused(), stage(search=request.searched):
-        plan = _made(RuledGraph.of(capture), request)
+        plan = (_staged if PIPELINE in request.mesh.without_ones().names else _made)(RuledGraph.of(capture), request)
         return plan if request.axes is not None else with_axis_names(plan)  # an earlier plan has named them
 
 
@@ -46,6 +46,12 @@ def _made(graph: RuledGraph, request: PlanRequest) -> Plan:
 
     _refuse_what_cannot_fit(graph, request)
     return searched_plan(graph, request, request.searched)
+
+
+def _staged(graph: RuledGraph, request: PlanRequest) -> Plan:
+    from shardwright.compiler.plan.pipeline.staged import staged_plan  # loaded where a mesh has stages
+
+    return staged_plan(graph, request, _made)
 
 
 @contextmanager

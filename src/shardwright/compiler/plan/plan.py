@@ -19,7 +19,7 @@ from shardwright.common.system_errors import in_words
 from shardwright.common.whole_file import write_whole
 from shardwright.compiler.capture.ir import Capture
 from shardwright.compiler.mesh.layout import Layout, Split
-from shardwright.compiler.mesh.mesh import Axis, Link, Mesh
+from shardwright.compiler.mesh.mesh import MICROBATCHES, Axis, Link, Mesh, Stages
 from shardwright.compiler.plan.decisions import Decisions
 from shardwright.compiler.plan.device_memory import DeviceMemory, MemoryModel
 from shardwright.compiler.plan.pricing.graph import RuledGraph
@@ -42,12 +42,13 @@ def refuse_impossible(plan: Decisions) -> None:
     for name, layout in (*plan.leaves.items(), *plan.outputs.items()):
         _refuse_layout(plan, name, layout)
     _refuse_recomputed(plan)
+    _refuse_stages(plan)
 
 
 def _refuse_numbers(plan: Decisions) -> None:
     """Refuse figures that none of the planner's can be: whatever goes through all devices would not end."""
-    if plan.mesh.size > _MOST_DEVICES or plan.mesh.size != plan.named.size:
-        sizes = " and ".join(str(mesh) for mesh in (plan.mesh, plan.named))
+    if plan.mesh.size > _MOST_DEVICES or plan.devices.size != plan.named.size:
+        sizes = " and ".join(str(mesh) for mesh in (plan.devices, plan.named))
         raise PlanError(f"the plan has the meshes {sizes[:200]}, which are not of the same devices; plan again")
     figures = {"cost": plan.cost, "bound": plan.bound, "memory": plan.memory}
     figures |= {"per_entry": plan.optimizer.per_entry, "per_parameter_bytes": plan.optimizer.per_parameter_bytes}
@@ -108,6 +109,17 @@ def _refuse_recomputed(plan: Decisions) -> None:
         raise PlanError("the plan computes modules again that lie in one another; plan again")
     if without := sorted(plan.recomputed - {block.name for block in plan.blocks}):
         raise PlanError(f"the plan computes {', '.join(without[:5])} again, of which nothing is kept; plan again")
+
+
+def _refuse_stages(plan: Decisions) -> None:
+    stages = plan.stages
+    if stages is None:
+        return
+    unknown = sorted(set(stages.of) - {node.name for node in plan.capture.nodes})
+    if unknown or not set(stages.of.values()) <= set(range(stages.count)):
+        raise PlanError(f"the stages of the plan are not those of its operators ({', '.join(unknown[:5])}); plan again")
+    if stages.microbatches != plan.mesh.sizes.get(MICROBATCHES, 1):
+        raise PlanError(f"the plan has {stages.microbatches} microbatches, and its mesh is {plan.mesh}; plan again")
 
 
 FORMAT = 1
@@ -189,6 +201,7 @@ class Plan(Decisions):
             "memory": self.memory,
             "again": sorted(self.again),
             "recomputed": sorted(self.recomputed),
+            "stages": self.stages and asdict(self.stages),
             "considered": list(self.considered),
             "hardware": self.hardware and json.loads(self.hardware.to_json()),
             "named_mesh": _mesh_to_json(self.named),
@@ -230,6 +243,7 @@ class Plan(Decisions):
                 document.considered,
                 _hardware_from_json(document.hardware),
                 document.recomputed,
+                document.stages,
             )
         except UsageError as error:
             raise PlanError(f"this is not a plan as Plan.to_json writes it: {error}") from None
@@ -317,6 +331,7 @@ class _Document:
     considered: tuple[str, ...] = ()
     hardware: dict[str, Any] | None = None
     recomputed: frozenset[str] = frozenset()
+    stages: Stages | None = None
 
 
 def _read(text: str | bytes) -> _Document:

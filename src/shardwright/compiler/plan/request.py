@@ -11,7 +11,7 @@ from numbers import Integral, Real
 from typing import Any, Literal
 
 from shardwright.compiler.mesh.layout import Layout
-from shardwright.compiler.mesh.mesh import Mesh
+from shardwright.compiler.mesh.mesh import PIPELINE, Mesh
 from shardwright.compiler.plan.pricing.hardware import Hardware, for_device
 from shardwright.compiler.plan.pricing.memory import ADAMW, OptimizerStates
 from shardwright.compiler.plan.searches import MINDSPORE, MODES, SEARCHES, Mode, SearchName, mode_called
@@ -34,6 +34,7 @@ class PlanRequest:
         memory: how many bytes each device may hold; None: as many as the plan needs.
         optimizer: what will update the parameters, and holds states for them.
         recompute: patterns of the paths of modules whose inside the backward is to compute again, kept by no plan.
+        microbatches: into how many parts the batch is cut, where the mesh has stages; None: a few for each stage.
 
     Raises:
         UsageError: for an unknown mode, search or form of inputs.
@@ -49,6 +50,7 @@ class PlanRequest:
     memory: int | None = None
     optimizer: OptimizerStates = ADAMW
     recompute: tuple[str, ...] = ()
+    microbatches: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mode", mode_called(self.mode))
@@ -57,7 +59,7 @@ class PlanRequest:
         for theirs, ours in MINDSPORE.items():
             if self.search == theirs:
                 object.__setattr__(self, "search", ours)
-        if problem := inputs_problem(self.inputs):
+        if problem := inputs_problem(self.inputs) or microbatches_problem(self.microbatches, self.mesh):
             raise UsageError(problem)
 
     @property
@@ -81,6 +83,19 @@ def inputs_problem(inputs: object) -> str | None:
     if isinstance(inputs, Mapping) or inputs in ("split", "whole"):
         return None
     return f"inputs is 'split', 'whole' or a mapping from input name to slices per dim, got {inputs!r}"
+
+
+def microbatches_problem(microbatches: object, mesh: Mesh) -> str | None:
+    """Return why there cannot be so many microbatches, None where there can."""
+    if microbatches is None:
+        return None
+    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
+        return f"microbatches is {microbatches!r}; expected a whole number from 1 on"
+    if PIPELINE not in mesh.without_ones().names:
+        return (
+            f"microbatches={microbatches} goes with stages, which the mesh {mesh} lacks; type mesh='{PIPELINE}=2,...'"
+        )
+    return None
 
 
 _UNITS = {"": 1, "B": 1} | {

@@ -6,6 +6,8 @@ GPU has been asked: what one rank leaves out pairs with what another calls next,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
@@ -25,11 +27,22 @@ class SameCalls:
     """Compares which collectives ranks have begun in the step before this one, of all models of the process.
 
     Costs nothing in most calls; in those of `Turns` a collective of 16 bytes in the memory of the host.
+
+    Args:
+        stages: the pipeline stage of each rank, where there are some: those of one stage begin the same.
     """
 
-    def __init__(self, lockstep: Lockstep, pulse: Pulse, *, together: bool, checks: Checks = "usual") -> None:
+    def __init__(
+        self,
+        lockstep: Lockstep,
+        pulse: Pulse,
+        *,
+        together: bool,
+        checks: Checks = "usual",
+        stages: Sequence[int] = (),
+    ) -> None:
         self._lockstep, self._pulse, self._turns = lockstep, pulse, Turns(checks)
-        self._compares = together and not alone()
+        self._compares, self._stages = together and not alone(), stages
 
     def before(self) -> None:
         """Compare, where that is due; all ranks call it together.
@@ -44,10 +57,12 @@ class SameCalls:
         everyone = mine.new_empty(2 * dist.get_world_size())
         self._lockstep.run(all_gather_single, everyone, mine, group=control_group())
         told = [tuple(each) for each in everyone.view(-1, 2).tolist()]
-        known = [rank for rank, each in enumerate(told) if each != _UNKNOWN]
-        other = next((rank for rank in known if told[rank] != told[known[0]]), None)
-        if other is not None:
-            raise UsageError(_refusal(known[0], other, from_all_ranks(calls)))
+        first: dict[int, int] = {}  # of each stage, the first rank whose calls are known
+        for rank, each in enumerate(told):
+            if each != _UNKNOWN:
+                one = first.setdefault(self._stages[rank] if self._stages else 0, rank)
+                if each != told[one]:
+                    raise UsageError(_refusal(one, rank, from_all_ranks(calls)))
 
 
 def _refusal(first: int, second: int, everyone: list[StepCalls | None]) -> str:

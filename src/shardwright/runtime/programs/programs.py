@@ -63,6 +63,7 @@ class PreparedProgram:
     function: LossFunction  # what was captured
     shapes: tuple[tuple[int, ...], ...]
     input_layouts: tuple[Layout, ...]
+    output_layouts: Mapping[str, Layout]
     unlike: str
     parts: dict[Hashable, list[InputPart]] = field(default_factory=dict, repr=False)
     """Cached by the rows that ranks were given: shapes and layouts are the program's, whose mesh and rank stay."""
@@ -96,7 +97,7 @@ class PreparedProgram:
         """
         capture, found = self.capture, list[Tensor]()
         for name, tensor in zip(capture.returned, aux, strict=True):
-            shape, layout = capture.values[name].shape, self.plan.outputs[name]
+            shape, layout = capture.values[name].shape, self.output_layouts[name]
             found.append(rows_of_output(tensor.detach(), shape, layout, rows, communicator, whole=whole))
         if torch.is_grad_enabled():
             trained = [i for i, name in enumerate(capture.returned) if name in capture.aux_with_gradient]
@@ -258,15 +259,16 @@ class Programs:
             from shardwright.compiler.report.ir import save_graphs  # loaded where graphs are saved
 
             save_graphs(self._dumps, plan, program, number=self._made)
-        axes = {collective.axes for _, _, collective in program.collectives()}
-        axes |= {layout.dims[0].axes for layout in plan.outputs.values() if layout.dims and layout.dims[0]}
-        self._communicator.prepare([*axes, plan.mesh.names])
+        axes = set(program.groups)
+        outputs = {name: plan.on_devices(layout) for name, layout in plan.outputs.items()}
+        axes |= {layout.dims[0].axes for layout in outputs.values() if layout.dims and layout.dims[0]}
+        self._communicator.prepare([*axes, plan.devices.names])
         execution = Execution(
             program, plan.capture, self._communicator, self._world.device, self._reduction, self._compiler
         )
         inputs = plan.capture.of_kind("input")
-        shapes, layouts = tuple(v.shape for v in inputs), tuple(plan.leaves[v.name] for v in inputs)
-        prepared = PreparedProgram(plan, plan.capture, execution, function, shapes, layouts, unlike)
+        shapes, layouts = tuple(v.shape for v in inputs), tuple(plan.stored[v.name] for v in inputs)
+        prepared = PreparedProgram(plan, plan.capture, execution, function, shapes, layouts, outputs, unlike)
         self._by_key[self._place(step)].append(Kept(remembered, prepared, str(self._made)))
         return prepared
 

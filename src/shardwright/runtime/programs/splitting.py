@@ -213,9 +213,9 @@ class Stored:
         """
         for value in plan.capture.of_kind("parameter"):
             stored = self.layouts.get(value.label)
-            if stored is not None and (plan.leaves[value.name] != stored or self.mesh not in (None, plan.mesh)):
+            if stored is not None and (plan.stored[value.name] != stored or self.mesh not in (None, plan.devices)):
                 raise UsageError(
-                    f"the given plan stores {value.label} as {plan.leaves[value.name]} on {plan.mesh}, an earlier "
+                    f"the given plan stores {value.label} as {plan.stored[value.name]} on {plan.devices}, an earlier "
                     f"sw.parallelize as {stored} on {self.mesh or 'no mesh'}; leave plan= out, so that one is made"
                 )
 

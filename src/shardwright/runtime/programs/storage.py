@@ -57,7 +57,7 @@ def refuse_meta(model: nn.Module) -> None:
 
 def layouts_by_name(plan: Plan) -> dict[str, Layout]:
     """Return how the plan stores each parameter that its step uses, by every name that it has in the model."""
-    storage = {v.label: plan.leaves[v.name] for v in plan.capture.of_kind("parameter")}
+    storage = {v.label: plan.stored[v.name] for v in plan.capture.of_kind("parameter")}
     names = {**{name: name for name in storage}, **plan.capture.tied}
     return {name: storage[first] for name, first in names.items() if first in storage}
 
@@ -102,7 +102,7 @@ class ModelState:
 
     def __init__(self, module: nn.Module, plan: Plan, seed: int, device: torch.device) -> None:
         self.seed, self.step, self.evaluations = seed, 0, 0
-        self.storage = {v.label: plan.leaves[v.name] for v in plan.capture.of_kind("parameter")}
+        self.storage = {v.label: plan.stored[v.name] for v in plan.capture.of_kind("parameter")}
         """The layout in which each parameter is stored, by its name in the model, or by the first of its names."""
         self._module, self._plan, self._device = module, plan, device
         # Cached by the constant, which is held, so that no other has its identity: it never changes. Those that may are
@@ -225,7 +225,7 @@ class ModelState:
             return tensor.detach() if isinstance(tensor, Tensor) else tensor  # what a module adds: get_extra_state
         shape, replicated = tuple(tensor.shape), Layout.replicated(tensor.ndim)
         layout = self.storage.get(self._plan.capture.tied.get(name, name), replicated)
-        steps = redistribute(layout, replicated, (), shape, self._plan.mesh)
+        steps = redistribute(layout, replicated, (), shape, self._plan.devices)
         communicator.prepare(step.axes for step in steps)
         with torch.no_grad():
             whole = tensor.to_local()

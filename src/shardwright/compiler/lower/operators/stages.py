@@ -1,0 +1,355 @@
+"""What the programs of pipeline stages do with each other, and with the microbatches that they work through.
+
+A program that has stages reads like this on the second of three:
+
+    pipe = stages.Pipe(comm, device)
+    micro_0 = stages.at(comm, (("dp", 2), ("micro", 2)), 0)
+    anchor, w_here = stages.fetch(pipe, [v, w], [...])
+    came_0, x_m0 = stages.receive(pipe, anchor, [((4, 8), torch.float32, True)])
+    y_m0 = aten.linear.default(x_m0, w_here)
+    sent_0 = stages.send(pipe, anchor, [True], y_m0)
+    ...
+    loss_all = stages.finish(pipe, 2, (), torch.float32, None, [anchor, came_0, sent_0, ...])
+
+Each stage sends what is made before it and read behind it to the next one alone, all values of a microbatch together,
+so that two stages exchange their messages in one order. Everything is an autograd function: the backward of `receive`
+sends a gradient, that of `send` waits for one. Autograd takes what was made last first, so that the backward goes
+through the microbatches from the last to the first on all stages: the schedule of GPipe (Huang et al., 2019).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache, reduce
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from shardwright.compiler.mesh.collectives import Axes, Communicator, views_into
+from shardwright.compiler.mesh.layout import chunk
+from shardwright.compiler.mesh.mesh import MICROBATCHES, PIPELINE, Axis, Mesh
+
+Shape = tuple[int, ...]
+
+
+class Pipe:
+    """The neighbours of a stage, to whom it sends within one step, forward and backward."""
+
+    def __init__(self, comm: Communicator, device: torch.device) -> None:
+        self.comm, self.device = comm, device
+        self.stage, self.count = comm.mesh.coordinates(comm.rank)[PIPELINE], comm.mesh.sizes[PIPELINE]
+        self._sent: list[Callable[[], None]] = []
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        """Begin to send a tensor to another stage."""
+        self._sent.append(self.comm.send(tensor.detach().contiguous(), PIPELINE, to))
+
+    def receive(self, shape: Shape, dtype: torch.dtype, source: int) -> Tensor:
+        """Wait for a tensor of another stage."""
+        return self.comm.receive(torch.empty(shape, dtype=dtype, device=self.device), PIPELINE, source)
+
+    def wait(self) -> None:
+        """Wait until all that was sent has gone."""
+        sent, self._sent = self._sent, []
+        for finish in sent:
+            finish()
+
+    def from_stage(self, owner: int, shape: Shape, dtype: torch.dtype, tensor: Tensor | None) -> Tensor:
+        """Return on every stage what the stage ``owner`` has; the others give None."""
+        given = torch.zeros(shape, dtype=dtype, device=self.device) if tensor is None else tensor.detach()
+        return self.comm.all_gather(given.contiguous(), (PIPELINE,))[owner].clone()
+
+
+class _Microbatch:
+    """The communicator of a rank within one microbatch, on the mesh of the plan, which has an axis for these."""
+
+    def __init__(self, comm: Communicator, mesh: Mesh, number: int) -> None:
+        at = comm.mesh.coordinates(comm.rank)
+        self.mesh = mesh
+        self.rank = mesh.rank_at({name: number if name == MICROBATCHES else at[name] for name in mesh.names})
+        self.prepare, self.close = comm.prepare, comm.close
+        self.all_reduce, self.start_all_reduce = comm.all_reduce, comm.start_all_reduce
+        self.all_gather, self.start_all_gather = comm.all_gather, comm.start_all_gather
+        self.reduce_scatter, self.start_reduce_scatter = comm.reduce_scatter, comm.start_reduce_scatter
+        self.all_to_all, self.send, self.receive = comm.all_to_all, comm.send, comm.receive
+
+
+def at(comm: Communicator, axes: tuple[tuple[str, int], ...], number: int) -> Communicator:
+    """Return the communicator for a microbatch on the mesh of these axes, of which one is that of microbatches."""
+    return _Microbatch(comm, _mesh(axes), number)
+
+
+@lru_cache(maxsize=64)
+def _mesh(axes: tuple[tuple[str, int], ...]) -> Mesh:
+    """Cached by names and sizes, all that a mesh without links is made of."""
+    return Mesh(tuple(Axis(name, size) for name, size in axes))
+
+
+def rows(x: Tensor, dim: int, start: int, stop: int) -> Tensor:
+    """Return the rows of a microbatch."""
+    return x.narrow(dim, start, stop - start)
+
+
+def total(parts: Sequence[Tensor]) -> Tensor:
+    """Return the sum of what the microbatches have made, in their order."""
+    return reduce(torch.add, parts)
+
+
+def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """Return the rows of all microbatches."""
+    return torch.cat(tuple(parts), dim)
+
+
+def told(pipe: Pipe, owner: int, shape: Shape, dtype: torch.dtype, x: Tensor | None) -> Tensor:
+    """Return on every stage what ``owner`` has made, without a gradient."""
+    return pipe.from_stage(owner, shape, dtype, x)
+
+
+# Parameters: sharded over the stages while they are stored, whole where a stage computes with them.
+
+
+class Parameter(NamedTuple):
+    """A parameter as the ranks of all stages hold it.
+
+    ``dim``, of ``size`` rows, is sharded over the stages; None: each holds the whole. ``readers`` are the stages that
+    compute with it. Its gradient is summed over ``axes``, in ``summed_in`` if that is not its own dtype; it is
+    ``trained`` where it has one.
+    """
+
+    dim: int | None
+    size: int
+    readers: tuple[int, ...]
+    axes: Axes
+    summed_in: torch.dtype | None
+    trained: bool
+
+    def rows(self, stage: int, stages: int) -> tuple[int, int]:
+        """The rows [start, stop) that a stage stores."""
+        return chunk(0, self.size, stages, stage)
+
+    def shape(self, part: Tensor, stage: int, stages: int) -> Shape:
+        """The shape of what a stage stores; ``part`` is what this one does."""
+        assert self.dim is not None
+        start, stop = self.rows(stage, stages)
+        return (*part.shape[: self.dim], stop - start, *part.shape[self.dim + 1 :])
+
+
+def fetch(pipe: Pipe, parts: Sequence[Tensor], facts: Sequence[tuple[Any, ...]]) -> tuple[Tensor, ...]:
+    """Return a scalar, and the parameters with which this stage computes, whole over the stages.
+
+    All stages call it with their parts of all parameters. In the backward the stages that computed with a parameter
+    send each its rows of the gradient, which are added up. The scalar has a gradient wherever there are any: `finish`
+    takes it, so that the backward comes here on all ranks, and last of all.
+    """
+    found: tuple[Tensor, ...] = _Fetch.apply(pipe, tuple(Parameter(*each) for each in facts), *parts)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Fetch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, pipe: Pipe, facts: tuple[Parameter, ...], *parts: Tensor) -> tuple[Tensor, ...]:
+        ctx.pipe, ctx.facts, ctx.parts = pipe, facts, [part.detach() for part in parts]
+        ctx.set_materialize_grads(False)
+        sharded = [number for number, fact in enumerate(facts) if fact.dim is not None]
+        wholes = _gathered(pipe, facts, ctx.parts, sharded)
+        read = [number for number, fact in enumerate(facts) if pipe.stage in fact.readers]
+        anchor = torch.zeros((), device=pipe.device)
+        return anchor, *(wholes[n] if n in wholes else parts[n].view_as(parts[n]) for n in read)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor | None, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        pipe, facts, parts = ctx.pipe, ctx.facts, ctx.parts
+        pipe.wait()
+        read = [number for number, fact in enumerate(facts) if pipe.stage in fact.readers]
+        own = dict(zip(read, gradients, strict=True))
+        found: dict[int, Tensor] = {}
+        for number in (n for n, fact in enumerate(facts) if fact.trained and (n in own or fact.dim is None)):
+            gradient, fact = own.get(number), facts[number]
+            shape = parts[number].shape if fact.dim is None else _whole_shape(fact, parts[number])
+            found[number] = parts[number].new_zeros(shape) if gradient is None else gradient
+        _sum(pipe, facts, found)
+        sharded = [number for number, fact in enumerate(facts) if fact.dim is not None and fact.trained]
+        found |= _scattered(pipe, facts, parts, sharded, found)
+        return None, None, *(found[n] if fact.trained else None for n, fact in enumerate(facts))
+
+
+def _whole_shape(fact: Parameter, part: Tensor) -> Shape:
+    assert fact.dim is not None
+    return (*part.shape[: fact.dim], fact.size, *part.shape[fact.dim + 1 :])
+
+
+def _gathered(
+    pipe: Pipe, facts: Sequence[Parameter], parts: Sequence[Tensor], sharded: Sequence[int]
+) -> dict[int, Tensor]:
+    """Return the sharded parameters that this stage reads, whole."""
+    stages = range(pipe.count)
+
+    def shapes(source: int, to: int) -> dict[int, Shape]:
+        return {n: facts[n].shape(parts[n], source, pipe.count) for n in sharded if to in facts[n].readers}
+
+    def piece(number: int, to: int) -> Tensor:
+        return parts[number]
+
+    pieces = _exchanged(pipe, parts, shapes, piece)
+    return {
+        n: torch.cat([pieces[source][n] for source in stages], facts[n].dim or 0)
+        for n in sharded
+        if pipe.stage in facts[n].readers
+    }
+
+
+def _scattered(
+    pipe: Pipe,
+    facts: Sequence[Parameter],
+    parts: Sequence[Tensor],
+    sharded: Sequence[int],
+    gradients: dict[int, Tensor],
+) -> dict[int, Tensor]:
+    """Return this stage's rows of the sum of gradients, which the stages have that computed with the parameters."""
+
+    def shapes(source: int, to: int) -> dict[int, Shape]:
+        return {n: facts[n].shape(parts[n], to, pipe.count) for n in sharded if source in facts[n].readers}
+
+    def piece(number: int, to: int) -> Tensor:
+        start, stop = facts[number].rows(to, pipe.count)
+        return gradients[number].narrow(facts[number].dim or 0, start, stop - start)
+
+    pieces = _exchanged(pipe, parts, shapes, piece)
+    return {n: total([pieces[source][n] for source in facts[n].readers]) for n in sharded}
+
+
+def _exchanged(
+    pipe: Pipe,
+    parts: Sequence[Tensor],
+    shapes: Callable[[int, int], dict[int, Shape]],
+    piece: Callable[[int, int], Tensor],
+) -> list[dict[int, Tensor]]:
+    """Return what each stage has for this one of each parameter, all of one dtype in one collective.
+
+    Args:
+        shapes: of what a stage sends to another, by the number of the parameter.
+        piece: what this stage sends of a parameter to another.
+    """
+    stages = range(pipe.count)
+    found: list[dict[int, Tensor]] = [{} for _ in stages]
+    for dtype in dict.fromkeys(part.dtype for part in parts):
+        sent = {
+            (s, to): {n: f for n, f in shapes(s, to).items() if parts[n].dtype == dtype}
+            for s in stages
+            for to in stages
+        }
+        longest = max(sum(torch.Size(f).numel() for f in each.values()) for each in sent.values())
+        if not longest:
+            continue
+        flats = []
+        for to in stages:
+            pieces = [piece(n, to).reshape(-1) for n in sent[pipe.stage, to]]
+            flat = torch.zeros(longest, dtype=dtype, device=pipe.device)
+            if pieces:
+                joined = torch.cat(pieces)
+                flat[: len(joined)] = joined
+            flats.append(flat)
+        for source, flat in enumerate(pipe.comm.all_to_all(flats, (PIPELINE,))):
+            wanted = sent[source, pipe.stage]
+            length = [torch.Size(f).numel() for f in wanted.values()]
+            taken = torch.split(flat[: sum(length)], length) if wanted else ()
+            found[source] |= {n: t.view(f) for (n, f), t in zip(wanted.items(), taken, strict=True)}
+    return found
+
+
+def _sum(pipe: Pipe, facts: Sequence[Parameter], gradients: dict[int, Tensor]) -> None:
+    """Sum gradients over the ranks that have addends of them: those of one stage, or of all if all hold the whole."""
+    together: dict[tuple[Axes, torch.dtype], list[int]] = {}
+    for number, gradient in gradients.items():
+        fact = facts[number]
+        axes = (PIPELINE, *fact.axes) if fact.dim is None else fact.axes
+        if axes:
+            together.setdefault((axes, fact.summed_in or gradient.dtype), []).append(number)
+    for (axes, dtype), numbers in together.items():
+        flat = torch.cat([gradients[number].reshape(-1).to(dtype) for number in numbers])
+        pipe.comm.all_reduce(flat, axes)
+        for number, view in zip(numbers, views_into(flat, [gradients[n] for n in numbers]), strict=True):
+            gradients[number] = view.to(gradients[number].dtype)
+
+
+# Values from stage to stage.
+
+
+def receive(pipe: Pipe, anchor: Tensor, facts: Sequence[tuple[Shape, torch.dtype, bool]]) -> tuple[Tensor, ...]:
+    """Return a scalar for `finish`, and what the stage before sends, which waits for gradients of some in any case.
+
+    Args:
+        facts: the shape and the dtype of each tensor, and whether it has a gradient.
+    """
+    found: tuple[Tensor, ...] = _Receive.apply(pipe, tuple(facts), anchor)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Receive(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, pipe: Pipe, facts: tuple[tuple[Shape, torch.dtype, bool], ...], anchor: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.pipe, ctx.facts = pipe, facts
+        ctx.set_materialize_grads(False)
+        found = tuple(pipe.receive(shape, dtype, pipe.stage - 1) for shape, dtype, _ in facts)
+        ctx.mark_non_differentiable(*(x for x, (_, _, trained) in zip(found, facts, strict=True) if not trained))
+        return torch.zeros((), device=pipe.device), *found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor | None, *gradients: Tensor | None) -> tuple[None, ...]:
+        for gradient, (shape, dtype, trained) in zip(gradients, ctx.facts, strict=True):
+            if trained:
+                zeros = torch.zeros(shape, dtype=dtype, device=ctx.pipe.device) if gradient is None else gradient
+                ctx.pipe.send(zeros, ctx.pipe.stage - 1)
+        return None, None, None
+
+
+def send(pipe: Pipe, anchor: Tensor, trained: Sequence[bool], *tensors: Tensor) -> Tensor:
+    """Send tensors to the next stage; return a scalar for `finish`, in whose backward their gradients come back."""
+    sent: Tensor = _Send.apply(pipe, tuple(trained), anchor, *tensors)  # type: ignore[no-untyped-call]
+    return sent
+
+
+class _Send(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, pipe: Pipe, trained: tuple[bool, ...], _: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.pipe, ctx.facts = pipe, [(t.shape, t.dtype, has) for t, has in zip(tensors, trained, strict=True)]
+        for tensor in tensors:
+            pipe.send(tensor, pipe.stage + 1)
+        return torch.zeros((), device=pipe.device)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        pipe = ctx.pipe
+        found = [pipe.receive(shape, dtype, pipe.stage + 1) if has else None for shape, dtype, has in ctx.facts]
+        return None, None, None, *found
+
+
+def finish(
+    pipe: Pipe, owner: int, shape: Shape, dtype: torch.dtype, loss: Tensor | None, ends: Sequence[Tensor]
+) -> Tensor:
+    """Return the loss of the stage ``owner`` on all stages; its backward is that of each stage."""
+    found: Tensor = _Finish.apply(pipe, owner, shape, dtype, loss, *ends)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, pipe: Pipe, owner: int, shape: Shape, dtype: torch.dtype, loss: Tensor | None, *ends: Tensor
+    ) -> Tensor:
+        ctx.has, ctx.count, ctx.device = loss is not None, len(ends), pipe.device
+        pipe.wait()
+        return pipe.from_stage(owner, shape, dtype, loss)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        ends = [torch.zeros((), device=ctx.device) for _ in range(ctx.count)]
+        return None, None, None, None, gradient if ctx.has else None, *ends

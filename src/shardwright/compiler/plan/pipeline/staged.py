@@ -1,0 +1,246 @@
+"""The plan with pipeline stages of a request whose mesh has an axis ``pp``.
+
+A microbatch is one more mesh axis, which is laid out in time: each rank works through it. Along it operators follow the
+batch as in data parallelism; along the other axes they are planned as if there were no stages. So the rules say what is
+exact: over microbatches sums of losses and counts are made, and gradients add up. What else would communicate over them
+is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from shardwright.compiler.capture.ir import Capture, Node
+from shardwright.compiler.mesh.layout import Layout, Split
+from shardwright.compiler.mesh.mesh import MICROBATCHES, PIPELINE, Axis, Mesh, Stages
+from shardwright.compiler.mesh.redistribute import Collective
+from shardwright.compiler.plan.decisions import Transfer
+from shardwright.compiler.plan.pipeline.cut import cut
+from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.plan.pricing.cost import Seconds
+from shardwright.compiler.plan.pricing.graph import RuledGraph
+from shardwright.compiler.plan.pricing.memory import local_bytes
+from shardwright.compiler.plan.request import PlanRequest
+from shardwright.compiler.plan.search.choices import data_parallel
+from shardwright.compiler.plan.spaces import fixed_leaves, output_layouts
+from shardwright.compiler.plan.timing.costs import Costs
+from shardwright.compiler.rules.notation import Strategy
+from shardwright.errors import PlanError, UsageError
+
+_PER_STAGE = 4  # microbatches, unless a number is asked for: 4 of 5 ranks then compute, of many stages
+
+
+def staged_plan(graph: RuledGraph, request: PlanRequest, make: Callable[[RuledGraph, PlanRequest], Plan]) -> Plan:
+    """Return the plan of a request whose mesh has stages.
+
+    Args:
+        make: makes the plan of one stage.
+
+    Raises:
+        UsageError: where the request has what goes with no stages.
+        PlanError: where the graph does, or has fewer operators than stages.
+    """
+    _refuse_request(request)
+    count, rest = request.mesh.sizes[PIPELINE], _without(request.mesh, PIPELINE)
+    axes, storage = request.axes, {name: each.without(PIPELINE) for name, each in request.storage.items()}
+    within = replace(
+        request,
+        mesh=rest if rest.axes else Mesh.of(ranks=1),
+        axes=axes and _without(axes, PIPELINE, MICROBATCHES),
+        storage=storage,
+        microbatches=None,
+    )
+    inside = make(graph, within)
+    microbatches = request.microbatches or _usual(graph.capture.rows, inside.mesh.size, count)
+    plan = _in_time(inside, request, Stages(count, microbatches, {}))
+    flow = _Flow(plan)
+    flow.refuse()
+    return replace(plan, stages=Stages(count, microbatches, flow.stages()))
+
+
+def _usual(rows: int, ranks: int, stages: int) -> int:
+    """Return how many microbatches there are if nobody says: at most so many that each rank has a row of each."""
+    return max(1, min(_PER_STAGE * stages, rows // ranks))
+
+
+def _ranks(plan: Plan) -> tuple[Axis, ...]:
+    """Return the axes of the ranks of a stage."""
+    return _without(plan.mesh, MICROBATCHES).axes
+
+
+def _without(mesh: Mesh, *names: str) -> Mesh:
+    return Mesh(tuple(axis for axis in mesh.axes if axis.name not in names))
+
+
+def _refuse_request(request: PlanRequest) -> None:
+    names = request.mesh.names
+    if names[0] != PIPELINE:
+        raise UsageError(
+            f"the mesh {request.mesh} has its stages ({PIPELINE}) behind other axes; write them first, as in "
+            f"mesh='{PIPELINE}=2,dp=2': the ranks of a stage then stand next to each other"
+        )
+    if MICROBATCHES in names:
+        raise UsageError(f"the mesh {request.mesh} has an axis {MICROBATCHES!r}; type microbatches= (--microbatches)")
+    if request.mode == "single":
+        raise UsageError(f"mode='single' splits nothing, and the mesh {request.mesh} has stages; leave mesh= out")
+    if request.memory is not None:
+        raise UsageError(
+            f"plans with stages ({PIPELINE}={request.mesh.sizes[PIPELINE]}) keep no limit of memory yet: leave memory= "
+            "out, and recompute modules by recompute='layers.*' to keep less"
+        )
+    if request.inputs != "split":
+        raise UsageError(f"with stages each rank is given its rows of a batch; leave inputs={request.inputs!r} out")
+
+
+def _in_time(inside: Plan, request: PlanRequest, stages: Stages) -> Plan:
+    """Return the plan of a stage with its batch cut into microbatches, too."""
+    graph, capture = inside.graph, inside.capture
+    if stages.microbatches == 1:
+        return replace(inside, named=request.mesh, stages=stages, cost=None, bound=None, again=frozenset())
+    alone = Mesh.of(**{MICROBATCHES: stages.microbatches})
+    leaves = fixed_leaves(capture, alone, "split", {}, every_rank=True)
+    along = data_parallel(graph, alone, leaves, output_layouts(capture, alone, leaves))
+    mesh = Mesh((Axis(MICROBATCHES, stages.microbatches), *inside.mesh.axes))
+    strategies = {name: _joined(each, along.strategies[name], mesh) for name, each in inside.strategies.items()}
+    stored = {name: _cut_further(layout, along.leaves[name]) for name, layout in inside.leaves.items()}
+    outputs = output_layouts(capture, alone, leaves)  # whole within each microbatch, so that these can be joined
+    return Plan(
+        graph,
+        mesh,
+        request.mesh,
+        inside.mode,
+        inside.search,
+        strategies,
+        stored,
+        outputs,
+        optimizer=inside.optimizer,
+        hardware=inside.hardware,
+        recomputed=inside.recomputed,
+        stages=stages,
+    )
+
+
+def _joined(mine: Strategy, along: Strategy, mesh: Mesh) -> Strategy:
+    axes = tuple((*first, *then) for first, then in zip(along.axes, mine.axes, strict=True))
+    return Strategy(axes, mesh.ordered({*mine.partial, *along.partial}))
+
+
+def _cut_further(layout: Layout, along: Layout) -> Layout:
+    dims = zip(layout.dims, along.dims, strict=True)
+    return Layout(tuple(Split((*first.axes, *then.axes), max(first.unit, then.unit)) for then, first in dims))
+
+
+@dataclass(frozen=True)
+class _Flow:
+    """What flows through the graph of a plan: from the batch, and from parameters."""
+
+    plan: Plan
+
+    @property
+    def capture(self) -> Capture:
+        return self.plan.capture
+
+    @cached_property
+    def staged(self) -> list[Node]:
+        """The operators that depend on the batch and on parameters, in order of execution: each has one stage.
+
+        Cached, as all of this class: the plan is frozen.
+        """
+        fed = {value.name for value in self.capture.of_kind("input")}
+        weighed = {value.name for value in self.capture.of_kind("parameter")}
+        found = []
+        for node in self.capture.nodes:
+            operands = set(node.operands)
+            if operands & fed or MICROBATCHES in self.plan.strategies[node.name].used:
+                fed.update(node.results)
+            if operands & weighed:
+                weighed.update(node.results)
+            if set(node.results) <= fed and set(node.results) <= weighed:
+                found.append(node)
+        return found
+
+    def stages(self) -> Mapping[str, int]:
+        """Return the stage of each of these operators.
+
+        Raises:
+            PlanError: where there are fewer of them than stages.
+        """
+        stages, nodes = self.plan.stages, self.staged
+        assert stages is not None
+        assert self.plan.hardware is not None
+        if len(nodes) < stages.count:
+            raise PlanError(
+                f"{len(nodes)} operators depend on the batch and on parameters, which are no {stages.count} stages; "
+                f"choose a smaller {PIPELINE}= in mesh="
+            )
+        costs = Costs(self.plan, self.plan.hardware)
+        starts = cut([costs.computes_s[node.name] for node in nodes], list(self._crossing(nodes)), stages.count)
+        found, stage = {}, -1
+        for at, node in enumerate(nodes):
+            stage += at in starts
+            found[node.name] = stage
+        return found
+
+    def _crossing(self, nodes: list[Node]) -> Iterator[float]:
+        """Yield for each operator the seconds that what is made before it and read behind takes, there and back."""
+        plan = self.plan
+        assert plan.hardware is not None
+        prices, pair = Seconds(plan.hardware, plan.optimizer), Mesh((Axis(PIPELINE, 2), *_ranks(plan)))
+        number = {node.name: at for at, node in enumerate(nodes)}
+        ends = [0.0] * (len(nodes) + 1)
+        for node in nodes:
+            for name in node.results:
+                last = max(
+                    (number[use.node.name] for use in plan.graph.uses[name] if use.node.name in number), default=0
+                )
+                if last > number[node.name]:
+                    size = local_bytes(self.capture.values[name], plan.layout(name), plan.mesh)
+                    message = Collective("all_gather", (PIPELINE,), 2 * size)  # in which each of two sends as much
+                    seconds = prices.collective(message, pair) * (1 + self.capture.values[name].needs_gradient)
+                    ends[number[node.name] + 1] += seconds
+                    ends[last + 1] -= seconds
+        now = 0.0
+        for change in ends[:-1]:
+            now += change
+            yield max(now, 0.0)
+
+    def refuse(self) -> None:
+        """Raise `PlanError` where something else would communicate over microbatches than sums of losses and counts."""
+        stages = self.plan.stages
+        assert stages is not None
+        remedy = "type microbatches=1 (--microbatches 1), with which the whole batch goes through the stages at once"
+        if self.capture.checks:
+            raise PlanError(
+                "the model raises errors for values of its tensors, which is not there yet with stages; leave "
+                f"{PIPELINE} out of mesh="
+            )
+        if stages.microbatches == 1:
+            return
+        for node in self.capture.nodes:
+            forward, backward = self.plan.graph.collectives_inside(
+                node, self.plan.strategies[node.name], self.plan.mesh
+            )
+            if any(MICROBATCHES in collective.axes for collective in (*forward, *backward)):
+                raise PlanError(
+                    f"{node.op} in {node.scope or 'the loss function'} ({node.source}) computes over the whole batch, "
+                    f"of which a pipeline has one of {stages.microbatches} microbatches at a time; {remedy}"
+                )
+        for transfer in self.plan.transfers:
+            moved = (step for step in transfer.steps if MICROBATCHES in step.axes)
+            if step := next((step for step in moved if step.kind == "all_to_all"), None):
+                raise PlanError(f"{self._described(transfer)} needs {step}, over microbatches; {remedy}")
+        names = {node.name for node in self.staged}
+        for buffer, new in self.capture.mutations.items():
+            maker = self.plan.graph.producers.get(new)
+            if maker is not None and maker[0].name in names:
+                label = self.capture.values[buffer].label
+                raise PlanError(f"the buffer {label} is changed by what each microbatch gives; {remedy}")
+
+    def _described(self, transfer: Transfer) -> str:
+        name, index = transfer.consumers[0]
+        node = next((node for node in self.capture.nodes if node.name == name), None)
+        if node is None:
+            return f"the output {self.capture.values[transfer.value].label}"
+        return f"operand {index} of {node.op} in {node.scope or 'the loss function'} ({node.source})"
