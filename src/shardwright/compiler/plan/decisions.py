@@ -132,6 +132,23 @@ class Decisions:
                 break
         return Layout(tuple(dims))
 
+    @cached_property
+    def read_by_stages(self) -> Mapping[str, frozenset[int]]:
+        """The stages that compute with each parameter, and with what follows from parameters alone.
+
+        Cached: the plan is frozen.
+        """
+        assert self.stages is not None
+        found: dict[str, frozenset[int]] = {}
+        for node in reversed(self.capture.nodes):
+            if (stage := self.stages.of.get(node.name)) is not None:
+                stages = frozenset([stage])
+            else:
+                stages = frozenset[int]().union(*(found.get(name, frozenset()) for name in node.results))
+            for name in node.operands:
+                found[name] = found.get(name, frozenset()) | stages
+        return {name: found.get(name, frozenset()) for name in self.capture.values}
+
     @property
     def shown_mesh(self) -> Mesh:
         """The mesh as the user named it or, where nobody did, with the names that it was given (`plan.axis_names`)."""

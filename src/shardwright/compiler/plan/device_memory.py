@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 
 from shardwright.compiler.capture.ir import Node, Value
@@ -76,7 +76,10 @@ class MemoryModel:
         self._last: tuple[frozenset[tuple[str, int]], _Storages] | None = None
 
     def held(self, plan: Decisions, optimizer: OptimizerStates) -> DeviceMemory:
-        """Return the bytes that are held under a plan of these decisions."""
+        """Return the bytes that are held under a plan of these decisions; of stages, by the one that holds most."""
+        if plan.stages is not None:
+            every = (self.of_stage(plan, optimizer, stage) for stage in range(plan.stages.count))
+            return max(every, key=lambda held: held.total)
         lying = self._lying(plan)
         return DeviceMemory(
             parameters=self._leaves["parameter"],
@@ -87,6 +90,45 @@ class MemoryModel:
             inputs=self._leaves["input"],
             communication=max(self._largest_buffer, self._gathered_together(plan)),
             recomputed=max(_remade(plan, lying).values(), default=0),
+        )
+
+    def of_stage(self, plan: Decisions, optimizer: OptimizerStates, stage: int) -> DeviceMemory:
+        """Return the bytes that a rank of a pipeline stage holds, with what it saves of all microbatches.
+
+        Parameters and gradients are those that it stores, and those that it computes with, whole. What stages exchange
+        before the forward and behind the backward, in three buffers, is there while nothing is saved.
+        """
+        assert plan.stages is not None
+        values, rank = plan.capture.values, self._rank // plan.stages.microbatches
+        names = {node.name for node in plan.capture.nodes if plan.stages.of.get(node.name, stage) == stage}
+        saved = plan.stages.microbatches * sum(_saved(plan, self._lying(plan), names).values())
+        stored = {
+            v.name: local_bytes(v, plan.stored[v.name], plan.devices, rank)
+            for v in values.values()
+            if v.kind != "result"
+        }
+        trained = [value for value in plan.capture.of_kind("parameter") if value.needs_gradient]
+        read = [
+            v
+            for v in plan.capture.of_kind("parameter")
+            if stage in plan.read_by_stages[v.name] and plan.stored[v.name] != plan.leaves[v.name]
+        ]
+        whole = {value.name: local_bytes(value, plan.leaves[value.name], plan.mesh, self._rank) for value in read}
+        of_kind = Counter[str]()
+        for name, size in stored.items():
+            of_kind[values[name].kind] += size
+        return DeviceMemory(
+            parameters=of_kind["parameter"] + sum(whole.values()),
+            gradients=sum(stored[v.name] + whole.get(v.name, 0) for v in trained),
+            optimizer=sum(optimizer.bytes_for(stored[value.name]) for value in trained),
+            activations=saved,
+            buffers=of_kind["buffer"] + of_kind["constant"],
+            inputs=of_kind["input"],
+            communication=max(self._largest_buffer, 3 * sum(whole.values()) - saved),
+            recomputed=max(
+                (size for name, size in _remade(plan, self._lying(plan)).items() if name in _blocks_among(plan, names)),
+                default=0,
+            ),
         )
 
     def _gathered_together(self, plan: Decisions) -> int:
@@ -179,18 +221,25 @@ def _remade(plan: Decisions, lying: _Storages) -> dict[str, int]:
     return made
 
 
-def _saved(plan: Decisions, lying: _Storages) -> dict[Storage, int]:
-    """Return the storages that are saved for the backward, each once, without leaves.
+def _saved(plan: Decisions, lying: _Storages, among: Collection[str] | None = None) -> dict[Storage, int]:
+    """Return the storages that are saved for the backward, each once, without leaves; ``among`` some operators.
 
     Of a block that the backward computes again it is what the block is given.
     """
     found: dict[Storage, int] = {}
     for node in plan.capture.nodes:
-        if node.name not in plan.block_of:
+        if node.name not in plan.block_of and (among is None or node.name in among):
             found.update(lying.kept_by[node.name])
+    blocks = None if among is None else _blocks_among(plan, among)
     for block in plan.blocks:
-        found.update(lying.given_to(block, plan))
+        if blocks is None or block.name in blocks:
+            found.update(lying.given_to(block, plan))
     return found
+
+
+def _blocks_among(plan: Decisions, among: Collection[str]) -> set[str]:
+    """Return the blocks of which some operators are among these."""
+    return {block for name, block in plan.block_of.items() if name in among}
 
 
 def _moved(plan: Decisions) -> Iterator[tuple[tuple[str, int], Storage]]:

@@ -1,0 +1,195 @@
+"""The seconds and bytes of the stages of a plan, and the time line on which microbatches go through them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from shardwright.compiler.capture.ir import Node
+from shardwright.compiler.mesh.mesh import MICROBATCHES, PIPELINE, Axis, Mesh
+from shardwright.compiler.mesh.redistribute import Collective, Step
+from shardwright.compiler.plan.decisions import Transfer
+from shardwright.compiler.plan.device_memory import DeviceMemory, MemoryModel
+from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.plan.pricing.hardware import Hardware
+from shardwright.compiler.plan.pricing.memory import local_bytes
+from shardwright.compiler.plan.timing.costs import Costs
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """What a stage takes for one microbatch, and what it holds in a step.
+
+    ``message_s`` is what its results take to the next stage, and their gradients back.
+    """
+
+    modules: tuple[str, ...]
+    operators: int
+    forward_s: float
+    backward_s: float
+    message_s: float
+    held: DeviceMemory
+
+    @property
+    def both_s(self) -> float:
+        """Seconds of a microbatch, forward and backward."""
+        return self.forward_s + self.backward_s
+
+
+class StagedCosts:
+    """The seconds and bytes of a plan with stages on ``hardware``."""
+
+    def __init__(self, plan: Plan, hardware: Hardware) -> None:
+        assert plan.stages is not None
+        self.plan, self.hardware, self.cut = plan, hardware, plan.stages
+        self._costs = Costs(plan, hardware)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step: all microbatches forward and backward, the exchange of parameters, and their update."""
+        return self.line_s + self.exchange_s + self.updating_s + self.hardware.around_s
+
+    @cached_property
+    def line_s(self) -> float:
+        """Seconds in which the microbatches go through the stages, forward and then backward: GPipe's schedule.
+
+        Cached, as all of this class: the plan and the hardware are frozen.
+        """
+        forward = passing([stage.forward_s for stage in self.stages], self._messages, self.cut.microbatches)
+        backwards = [stage.backward_s for stage in reversed(self.stages)]
+        return forward + passing(backwards, self._messages[::-1], self.cut.microbatches)
+
+    @property
+    def idle(self) -> float:
+        """The share of the time in which the slowest stage waits for microbatches, the bubble."""
+        busy = self.cut.microbatches * max(stage.both_s for stage in self.stages)
+        return 1 - busy / self.line_s if self.line_s else 0.0
+
+    @property
+    def _messages(self) -> list[float]:
+        return [stage.message_s for stage in self.stages[:-1]]
+
+    @cached_property
+    def stages(self) -> tuple[StageCost, ...]:
+        """The cost of each stage."""
+        model = MemoryModel(self.plan)
+        return tuple(self._stage(stage, model) for stage in range(self.cut.count))
+
+    def _stage(self, stage: int, model: MemoryModel) -> StageCost:
+        nodes = [node for node in self.plan.capture.nodes if self.cut.of.get(node.name) == stage]
+        names = {node.name for node in nodes}
+        forward_s = sum(self._forward_s(node) for node in nodes)
+        backward_s = sum(self._backward_s(node) for node in nodes)
+        for transfer in self.plan.transfers:
+            if transfer.consumers[0][0] in names:
+                there, back = self._transfer_s(transfer)
+                forward_s, backward_s = forward_s + there, backward_s + back
+        modules = tuple(dict.fromkeys(node.scope for node in nodes))
+        message_s = self._message_s(stage) if stage + 1 < self.cut.count else 0.0
+        held = model.of_stage(self.plan, self.plan.optimizer, stage)
+        return StageCost(modules, len(nodes), forward_s, backward_s, message_s, held)
+
+    def _forward_s(self, node: Node) -> float:
+        inside = self.plan.graph.collectives_inside(node, self.plan.strategies[node.name], self.plan.mesh)[0]
+        return self._costs.forward_s(node) + sum(self._costs.objective.collective(c, self.plan.mesh) for c in inside)
+
+    def _backward_s(self, node: Node) -> float:
+        inside = self.plan.graph.collectives_inside(node, self.plan.strategies[node.name], self.plan.mesh)[1]
+        seconds = self._costs.backward_s(node) + sum(
+            self._costs.objective.collective(c, self.plan.mesh) for c in inside
+        )
+        return seconds + (self._forward_s(node) if node.name in self.plan.computed_again else 0.0)
+
+    def _transfer_s(self, transfer: Transfer) -> tuple[float, float]:
+        """Return what a redistribution within a stage takes, of a microbatch, without what is done once in a step."""
+        value = replace(self.plan.capture.values[transfer.value], needs_gradient=transfer.gradient)
+        if value.of_parameter:
+            return 0.0, 0.0  # its gradient is summed with others, in `exchange_s`
+        there = back = 0.0
+        for step in transfer.steps:
+            forward, backward = value.collectives(_within(step), self.plan.mesh)
+            there += self._seconds(forward) if forward else 0.0
+            back += self._seconds(backward) if backward and value.needs_gradient else 0.0
+        return there, back
+
+    def _seconds(self, collective: Collective, mesh: Mesh | None = None) -> float:
+        return self._costs.objective.collective(collective, mesh or self.plan.mesh)
+
+    def _message_s(self, stage: int) -> float:
+        """Return what goes from a stage to the next one for a microbatch takes."""
+        pair = Mesh((Axis(PIPELINE, 2), *self.plan.devices.axes[1:]))
+        size = sum(crossing_bytes(self.plan, stage))
+        return self._seconds(Collective("all_gather", (PIPELINE,), 2 * size), pair) if size else 0.0
+
+    @cached_property
+    def exchange_s(self) -> float:
+        """Seconds in which the stages exchange parameters before the forward, and gradients behind the backward."""
+        plan, devices, total = self.plan, self.plan.devices, 0.0
+        sums: dict[tuple[str, ...], int] = {}
+        moved = 0
+        for value in plan.capture.of_kind("parameter"):
+            stored = local_bytes(value, plan.stored[value.name], devices)
+            sharded = PIPELINE in plan.stored[value.name].split_axes
+            moved += stored * (1 + value.needs_gradient) if sharded else 0
+            axes = _summed_over(plan, value.name)
+            if value.needs_gradient:
+                over = axes if sharded else (PIPELINE, *axes)
+                whole = local_bytes(value, plan.leaves[value.name], plan.mesh)
+                sums[over] = sums.get(over, 0) + (whole // self.cut.count if sharded else whole)
+        if moved:
+            total += self._seconds(Collective("all_to_all", (PIPELINE,), moved), devices)
+        return total + sum(
+            self._seconds(Collective("all_reduce", axes, size), devices) for axes, size in sums.items() if axes
+        )
+
+    @cached_property
+    def updating_s(self) -> float:
+        """Seconds of the optimizer."""
+        plan = self.plan
+        trained = [value for value in plan.capture.of_kind("parameter") if value.needs_gradient]
+        return sum(self._costs.objective.leaf(value, plan.stored[value.name], plan.devices) for value in trained)
+
+
+def passing(stages: Sequence[float], messages: Sequence[float], microbatches: int) -> float:
+    """Return the seconds until the last microbatch has passed all stages, each of which does one after the other.
+
+    >>> passing([1.0, 1.0, 1.0], [0.0, 0.0], 4)
+    6.0
+
+    Args:
+        stages: what each takes for a microbatch.
+        messages: what it takes from each to the next.
+    """
+    done = [0.0] * microbatches
+    for stage, takes in enumerate(stages):
+        message, free = messages[stage - 1] if stage else 0.0, 0.0
+        for number in range(microbatches):
+            free = max(free, done[number] + message) + takes
+            done[number] = free
+    return done[-1]
+
+
+def crossing_bytes(plan: Plan, stage: int) -> Iterator[int]:
+    """Yield the bytes of each value that a stage, or one before, makes for later ones, of a microbatch."""
+    assert plan.stages is not None
+    of = plan.stages.of
+    for node in plan.capture.nodes:
+        if of.get(node.name, stage + 1) <= stage:
+            for name in node.results:
+                if any(of.get(use.node.name, 0) > stage for use in plan.graph.uses[name]):
+                    yield local_bytes(plan.capture.values[name], plan.layout(name), plan.mesh)
+
+
+def _within(step: Step) -> Step:
+    """Return a step over the axes of the ranks alone."""
+    return replace(step, axes=tuple(axis for axis in step.axes if axis != MICROBATCHES))
+
+
+def _summed_over(plan: Plan, name: str) -> tuple[str, ...]:
+    """Return the axes of ranks over which the gradient of a parameter is summed."""
+    found: set[str] = set()
+    for transfer in plan.transfers:
+        if transfer.value == name:
+            found |= {axis for step in transfer.steps if step.sums_gradient for axis in step.axes}
+    return plan.devices.ordered(found - {MICROBATCHES})
