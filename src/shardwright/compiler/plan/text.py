@@ -77,7 +77,7 @@ def plan_text(plan: Decisions) -> str:
     for priced in plan.collectives():
         sent[priced.direction] += priced.bytes
     parts = [
-        f"plan: mode {plan.mode}, search {plan.search}, mesh {plan.shown_mesh}{finer}, {plan.mesh.size} devices",
+        f"plan: mode {plan.mode}, search {plan.search}, mesh {plan.shown_mesh}{finer}, {plan.devices.size} devices",
         _operators(plan),
         _collectives(plan),
         _modules(plan),

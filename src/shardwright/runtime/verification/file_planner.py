@@ -47,6 +47,7 @@ class PlanningOptions:
     optimizer: OptimizerStates = ADAMW
     recompute: tuple[str, ...] = ()
     precision: Precision | None = None
+    microbatches: int | None = None
 
     def on_hosts(self, hosts: int | None, devices: int) -> Hardware:
         """Return the prices of so many devices on so many hosts, or on as many as the profile says.
@@ -81,6 +82,7 @@ class PlanningOptions:
             memory=limit,
             optimizer=self.optimizer,
             recompute=self.recompute,
+            microbatches=self.microbatches,
         )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardwright.common.stages import StageRow, recorded
-from shardwright.compiler.mesh.mesh import UNNAMED, Mesh
+from shardwright.compiler.mesh.mesh import PIPELINE, UNNAMED, Mesh
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.hardware import read_hardware
 from shardwright.compiler.plan.pricing.memory import states_of
@@ -20,6 +20,7 @@ from shardwright.compiler.plan.searches import MindSporeMode, Mode, SearchName, 
 from shardwright.compiler.report.plans.answers import NOT_ASKED
 from shardwright.compiler.report.plans.comparison import comparison, in_numbers, with_known_plans
 from shardwright.compiler.report.plans.html import PlanDocument, document_of
+from shardwright.compiler.report.plans.staged_page import staged_page
 from shardwright.compiler.report.plans.summary import plan_summary
 from shardwright.compiler.report.plans.text_page import plan_page
 from shardwright.distributed.precision import Precision
@@ -50,15 +51,18 @@ class PlannedFile:
 
     def with_comparison(self) -> str:
         """The page, and the plans that people know by name beside this one."""
+        self._refuse_stages("--compare")
         table = comparison(self._known_plans, self.request.hardware)
         return self._with_notes(f"{self._page}\n\n{table}")
 
     def explained(self, name: str) -> str:
         """Return what the plan does with a module, an operator or a parameter, and why; as `Plan.explain`."""
+        self._refuse_stages("--explain")
         return self.plan.explain(name, self.request.hardware)
 
     def document(self, *, compared: bool = False) -> dict[str, Any]:
         """The page as JSON has it; docs/planning.md lists the keys."""
+        self._refuse_stages("--json")
         found = asdict(plan_summary(self.plan, self.request.hardware))
         if compared:
             found["known_plans"] = in_numbers(self._known_plans, self.request.hardware)
@@ -84,6 +88,7 @@ class PlannedFile:
         Raises:
             PlanError: where ``beside`` is no plan of this model.
         """
+        self._refuse_stages("--html")
         plans = {"this plan": self.plan}
         if beside is not None:
             plans[Path(beside).name] = Plan.load(beside, self.plan.graph)
@@ -91,8 +96,14 @@ class PlannedFile:
             plans |= {name: plan for name, plan in self._known_plans.items() if isinstance(plan, Plan)}
         return document_of(title, plans, self.request.hardware, self._what_if)
 
+    def _refuse_stages(self, option: str) -> None:
+        if self.plan.stages is not None:
+            raise UsageError(f"{option} does not know plans with stages yet; leave it out, or {PIPELINE} out of --mesh")
+
     @property
     def _page(self) -> str:
+        if self.plan.stages is not None:
+            return staged_page(self.plan, self.request.hardware)
         page = plan_page(self.plan, self.request.hardware, self._what_if)
         return page if self.advised is None else f"{self.advised}\n\n{page}"
 
@@ -115,6 +126,7 @@ def plan_file(
     devices: int | str | None = None,
     hosts: int | None = None,
     mesh: str | None = None,
+    microbatches: int | None = None,
     batch: int | str | None = None,
     mode: Mode | MindSporeMode = "auto",
     search: SearchName | None = None,
@@ -135,6 +147,7 @@ def plan_file(
         target: ``FILE.py:build``; the model is made on the meta device, or for real where that fails.
         devices: how many; those of the mesh or of the loaded plan where None; "min": the fewest on which a plan fits.
         hosts: on how many the devices stand, neighbours side by side; as ``hardware`` says where None.
+        microbatches: into how many parts the batch is cut, where the mesh has stages; a few for each stage where None.
         batch: how many rows the global batch has; as many as build() gives where None; "search": those of the batch
             that gives the most samples per second.
         hardware: whose prices: the name of a shipped profile, or the path of one.
@@ -164,6 +177,7 @@ def plan_file(
         states,
         read_patterns(recompute),
         precision,
+        microbatches,
     )
     planner = FilePlanner(BuildFunction.parse(target), options, progress)
     with recorded() if profile else nullcontext() as record:
@@ -238,6 +252,9 @@ def _planned(planner: FilePlanner, wanted: _Wanted) -> PlannedFile:
             plan = advised.plan
         else:
             plan = planner.plan(planner.graph(wanted.rows), request)
+    stages = [name for name, asked in (("--batch search", advised is not None), ("--what-if", wanted.what_if)) if asked]
+    if stages and plan.stages is not None:
+        raise UsageError(f"{stages[0]} does not know plans with stages yet; leave it out, or {PIPELINE} out of --mesh")
     changes = what_if(planner, plan, request, wanted.hosts) if wanted.what_if else None
     return PlannedFile(plan, request, tuple(planner.notes), planner.seconds, advised, changes)
 
@@ -247,7 +264,7 @@ def _loaded(planner: FilePlanner, path: str, wanted: _Wanted) -> PlannedFile:
     plan = planner.timed("loading", lambda: Plan.load(path, graph))
     if (wanted.devices, wanted.mesh) != (None, None):
         _refuse_other_size(plan, path, _mesh(wanted.devices, wanted.mesh))
-    known = options.on_hosts(wanted.hosts, plan.mesh.size)
+    known = options.on_hosts(wanted.hosts, plan.devices.size)
     request = PlanRequest(plan.named, inputs=options.inputs, hardware=known, optimizer=plan.optimizer)
     return PlannedFile(plan, request, tuple(planner.notes), planner.seconds)
 
@@ -262,5 +279,5 @@ def _mesh(devices: int | Literal["min"] | None, mesh: str | None) -> Mesh:
 
 
 def _refuse_other_size(plan: Plan, path: str, wanted: Mesh) -> None:
-    if wanted.size != plan.mesh.size:
-        raise UsageError(f"{path} is a plan for {plan.mesh.size} devices, not for {wanted.size}; plan again")
+    if wanted.size != plan.devices.size:
+        raise UsageError(f"{path} is a plan for {plan.devices.size} devices, not for {wanted.size}; plan again")

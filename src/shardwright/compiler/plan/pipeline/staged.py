@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from shardwright.common.words import in_bytes
 from shardwright.compiler.capture.ir import Capture, Node
 from shardwright.compiler.mesh.layout import Layout, Split
 from shardwright.compiler.mesh.mesh import MICROBATCHES, PIPELINE, Axis, Mesh, Stages
@@ -21,10 +22,11 @@ from shardwright.compiler.plan.pipeline.cut import cut
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.cost import Seconds
 from shardwright.compiler.plan.pricing.graph import RuledGraph
-from shardwright.compiler.plan.pricing.memory import local_bytes
+from shardwright.compiler.plan.pricing.memory import Block, Blocks, local_bytes
 from shardwright.compiler.plan.request import PlanRequest
-from shardwright.compiler.plan.search.choices import data_parallel
+from shardwright.compiler.plan.search.choices import OverBudget, data_parallel
 from shardwright.compiler.plan.spaces import fixed_leaves, output_layouts
+from shardwright.compiler.plan.text import held_by_kind
 from shardwright.compiler.plan.timing.costs import Costs
 from shardwright.compiler.rules.notation import Strategy
 from shardwright.errors import PlanError, UsageError
@@ -51,13 +53,44 @@ def staged_plan(graph: RuledGraph, request: PlanRequest, make: Callable[[RuledGr
         axes=axes and _without(axes, PIPELINE, MICROBATCHES),
         storage=storage,
         microbatches=None,
+        memory=None,
     )
     inside = make(graph, within)
     microbatches = request.microbatches or _usual(graph.capture.rows, inside.mesh.size, count)
     plan = _in_time(inside, request, Stages(count, microbatches, {}))
     flow = _Flow(plan)
     flow.refuse()
-    return replace(plan, stages=Stages(count, microbatches, flow.stages()))
+    plan = replace(plan, stages=Stages(count, microbatches, flow.stages()), memory=request.memory)
+    return plan if request.memory is None else _within_memory(plan, request.memory)
+
+
+def _within_memory(plan: Plan, limit: int) -> Plan:
+    """Return the plan with as many layers of each stage recomputed as it takes to fit.
+
+    Raises:
+        OverBudget: where a stage never does.
+    """
+    stages, recomputed = plan.stages, set(plan.recomputed)
+    assert stages is not None
+    for stage in range(stages.count):
+        layers = [block.name for block in plan.graph.once(Blocks).repeated() if stage in _stages_of(block, stages)]
+        held = plan.memory_model.of_stage(plan, plan.optimizer, stage)
+        while held.total > limit and layers:
+            recomputed.add(layers.pop(0))
+            plan = plan.computing_again(recomputed)
+            held = plan.memory_model.of_stage(plan, plan.optimizer, stage)
+        if held.total > limit:
+            raise OverBudget(
+                f"stage {stage} of {stages.count} holds {held_by_kind(plan, held)}, "
+                f"{in_bytes(held.total - limit)} more than {in_bytes(limit)}, with all of its layers recomputed; type "
+                "a larger memory= (--memory), more stages or other axes in mesh= (--mesh), or a smaller batch",
+                held.total,
+            )
+    return plan
+
+
+def _stages_of(block: Block, stages: Stages) -> set[int]:
+    return {stages.of[node.name] for node in block.nodes if node.name in stages.of}
 
 
 def _usual(rows: int, ranks: int, stages: int) -> int:
@@ -85,11 +118,6 @@ def _refuse_request(request: PlanRequest) -> None:
         raise UsageError(f"the mesh {request.mesh} has an axis {MICROBATCHES!r}; type microbatches= (--microbatches)")
     if request.mode == "single":
         raise UsageError(f"mode='single' splits nothing, and the mesh {request.mesh} has stages; leave mesh= out")
-    if request.memory is not None:
-        raise UsageError(
-            f"plans with stages ({PIPELINE}={request.mesh.sizes[PIPELINE]}) keep no limit of memory yet: leave memory= "
-            "out, and recompute modules by recompute='layers.*' to keep less"
-        )
     if request.inputs != "split":
         raise UsageError(f"with stages each rank is given its rows of a batch; leave inputs={request.inputs!r} out")
 

@@ -41,7 +41,7 @@ class Throughput:
         """Return what is done under a plan, a step of which takes so long."""
         rows, tokens = plan.capture.rows, tokens_of(plan.capture)
         flops, peak = model_flops(plan.graph), hardware.peak_in(main_dtype(plan.graph))
-        could_do = step_s * plan.mesh.size * peak
+        could_do = step_s * plan.devices.size * peak
         return Throughput(rows, tokens, rows / step_s, tokens / step_s, flops, peak, flops / could_do)
 
 
