@@ -38,6 +38,7 @@ RUN_BY = {
     "saving/resuming.md": "examples/test_resuming_page.py",
     "training/compiling.md": "runtime/compiled/test_compiling_page.py",
     "training/ddp.md": "examples/test_ddp_page.py",
+    "training/pipelines.md": "runtime/pipeline/test_pipeline_ranks.py",
     "training/zoo.md": "training/zoo/test_zoo_page.py",
 }
 

@@ -23,6 +23,7 @@ OTHERS = {
     "axes": (Mesh.of(ranks=8), Mesh.of(dp=2, tp=4)),
     "memory": (1, 2**36),
     "recompute": (("blocks.*",), ("blocks.0", "blocks.1")),
+    "microbatches": (2, 4),
     "optimizer": (OptimizerStates("sgd", 0, 0), OptimizerStates("adamw", 3, 4)),
 }
 

@@ -25,6 +25,7 @@ from shardwright.compiler.mesh.layout import Layout, Split
 from shardwright.compiler.mesh.mesh import MICROBATCHES, PIPELINE
 from shardwright.compiler.mesh.redistribute import Step
 from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.rules.table import row_of
 
 ONCE = -1
 """In the place of a microbatch: what depends on none."""
@@ -104,9 +105,16 @@ class Unrolled:
                 self.known[name] = dataclasses.replace(made, phase=phase, split=split, staged=staged)
                 continue
             node = instruction.node
-            split = split or MICROBATCHES in self.plan.strategies[node.name].used
+            split = split or MICROBATCHES in self.plan.strategies[node.name].used or self._is_cast(instruction)
             value, layout = self.plan.capture.values[name], self.plan.layout(name)
             self.known[name] = _Variable(value, layout, phase, split, node.name in self.stage_of)
+
+    def _is_cast(self, instruction: Instruction) -> bool:
+        """Return whether it casts a parameter to a dtype in which gradients of microbatches are not to be added up."""
+        if self.count == 1 or instruction.node is None or not row_of(instruction.node.op).casts:
+            return False
+        made, cast = self.plan.capture.values[instruction.outputs[0]], self.known[instruction.reads[0]]
+        return cast.value.kind == "parameter" and made.reduced_in not in (None, made.dtype) and made.needs_gradient
 
     def _sums_each(self, instruction: Instruction) -> bool:
         """Return whether the gradient of each microbatch is cast before they are added up: where a cast is given."""
@@ -114,6 +122,10 @@ class Unrolled:
 
     @cached_property
     def _readers(self) -> Mapping[str, list[int]]:
+        """Return the places of the instructions that read each variable.
+
+        Cached: the programs stay.
+        """
         found: dict[str, list[int]] = {}
         for at, instruction in enumerate(self.first.instructions):
             for name in instruction.reads:
@@ -150,7 +162,7 @@ class Unrolled:
     def name_of(self, name: str, number: int) -> str:
         """Return the variable that stands for one, of a microbatch or of none."""
         name = self._same.get(name, name)
-        return f"{name}_m{number}" if self.known[name].split and self.count > 1 else name
+        return f"{name}_m{number}" if self.known[name].split and self.count > 1 and number != ONCE else name
 
     def numbers(self, split: bool) -> range:
         return range(self.count) if split and self.count > 1 else range(ONCE, 0)
@@ -191,8 +203,20 @@ class Unrolled:
             self.sums[instruction.reads[0]] = instruction.moves[0][1].axes
             return
         split, phase = any(x.split for x in known), max(x.phase for x in known)
+        if self._is_cast(instruction):
+            self._cast_once(at)
+            return
         for number in self.numbers(split):
             self._add(self._of(at, number), self.doing[at], phase, number)
+
+    def _cast_once(self, at: int) -> None:
+        """Cast a parameter once, and let each microbatch give its gradient to the parameter in the dtype of that."""
+        made = self._of(at, ONCE)
+        [name], [source] = made.outputs, made.reads
+        self._add(made, self.doing[at], 0, ONCE)
+        for number in self.numbers(True):
+            call = Call("enter", (Name(name), COMM), (("axes", ()), ("source", Name(source))))
+            self._pipeline(at, f"{name}_m{number}", (name, source), call, number)
 
     def _of(self, at: int, number: int, rest: tuple[str, ...] | None = None, *, within: bool = False) -> Instruction:
         """Return the instruction for a microbatch, or done once.

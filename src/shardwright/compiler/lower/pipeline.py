@@ -103,6 +103,8 @@ class _OfStage:
         outputs = {name: self._output(name) for name in first.outputs if name != first.loss}
         if first.loss:
             outputs[first.loss] = self._loss()
+        else:
+            self._add((), ("pipe",), Call("stages.wait", (_PIPE,)))
         renamed = [self._reading_whole(each, whole) for each in self.instructions]
         return dataclasses.replace(
             first,

@@ -123,7 +123,7 @@ class Decisions:
 
     def _stored(self, value: Value, layout: Layout) -> Layout:
         assert self.stages is not None
-        if value.kind != "parameter":
+        if value.kind != "parameter" or self.stages.count == 1:
             return self.on_devices(layout)
         dims = list(layout.dims)
         for at, (size, dim) in enumerate(zip(value.shape, dims, strict=True)):

@@ -24,6 +24,7 @@ from shardwright.compiler.plan.request import PlanRequest
 from shardwright.compiler.plan.search.choices import Choice, OverBudget, Space, data_parallel
 from shardwright.compiler.plan.searches import MODES
 from shardwright.compiler.plan.spaces import blocks_for, fixed_leaves, output_layouts
+from shardwright.errors import UsageError
 
 
 def make_plan(capture: Capture, request: PlanRequest) -> Plan:
@@ -35,11 +36,16 @@ def make_plan(capture: Capture, request: PlanRequest) -> Plan:
         PlanError: where no plan exists.
     """
     with _garbage_collection_paused(), stage(search=request.searched):
-        plan = (_staged if PIPELINE in request.mesh.without_ones().names else _made)(RuledGraph.of(capture), request)
+        plan = (_staged if PIPELINE in request.mesh.names else _made)(RuledGraph.of(capture), request)
         return plan if request.axes is not None else with_axis_names(plan)  # an earlier plan has named them
 
 
 def _made(graph: RuledGraph, request: PlanRequest) -> Plan:
+    if request.microbatches is not None:
+        raise UsageError(
+            f"microbatches={request.microbatches} goes with stages, which the mesh {request.mesh} lacks; type "
+            f"mesh='{PIPELINE}=2,...' (--mesh)"
+        )
     if request.searched is None:
         return data_parallel_plan(graph, request)
     from shardwright.compiler.plan.meshes import searched_plan  # modes that search nothing load no search

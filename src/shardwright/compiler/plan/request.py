@@ -11,7 +11,7 @@ from numbers import Integral, Real
 from typing import Any, Literal
 
 from shardwright.compiler.mesh.layout import Layout
-from shardwright.compiler.mesh.mesh import PIPELINE, Mesh
+from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.plan.pricing.hardware import Hardware, for_device
 from shardwright.compiler.plan.pricing.memory import ADAMW, OptimizerStates
 from shardwright.compiler.plan.searches import MINDSPORE, MODES, SEARCHES, Mode, SearchName, mode_called
@@ -59,7 +59,7 @@ class PlanRequest:
         for theirs, ours in MINDSPORE.items():
             if self.search == theirs:
                 object.__setattr__(self, "search", ours)
-        if problem := inputs_problem(self.inputs) or microbatches_problem(self.microbatches, self.mesh):
+        if problem := inputs_problem(self.inputs) or _microbatches_problem(self.microbatches):
             raise UsageError(problem)
 
     @property
@@ -85,17 +85,10 @@ def inputs_problem(inputs: object) -> str | None:
     return f"inputs is 'split', 'whole' or a mapping from input name to slices per dim, got {inputs!r}"
 
 
-def microbatches_problem(microbatches: object, mesh: Mesh) -> str | None:
-    """Return why there cannot be so many microbatches, None where there can."""
-    if microbatches is None:
+def _microbatches_problem(microbatches: object) -> str | None:
+    if microbatches is None or (type(microbatches) is int and microbatches > 0):
         return None
-    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
-        return f"microbatches is {microbatches!r}; expected a whole number from 1 on"
-    if PIPELINE not in mesh.without_ones().names:
-        return (
-            f"microbatches={microbatches} goes with stages, which the mesh {mesh} lacks; type mesh='{PIPELINE}=2,...'"
-        )
-    return None
+    return f"microbatches is {microbatches!r}; expected a whole number from 1 on"
 
 
 _UNITS = {"": 1, "B": 1} | {

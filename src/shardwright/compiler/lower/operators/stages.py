@@ -331,6 +331,11 @@ class _Send(torch.autograd.Function):
         return None, None, None, *found
 
 
+def wait(pipe: Pipe) -> None:
+    """Wait until all that this stage has sent has gone, where no loss does."""
+    pipe.wait()
+
+
 def finish(
     pipe: Pipe, owner: int, shape: Shape, dtype: torch.dtype, loss: Tensor | None, ends: Sequence[Tensor]
 ) -> Tensor:

@@ -1,0 +1,175 @@
+"""Programs of pipeline stages give what one device gives, on simulated ranks."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import decoder
+from shardwright.compiler.lower.lower import lower
+from shardwright.compiler.mesh.mesh import PIPELINE, Mesh
+from shardwright.compiler.plan.plan import Plan
+from shardwright.errors import PlanError, UsageError
+from whole import plan_of, run, same, splitting_hardware
+
+# stages, other axes, microbatches: also more of them than rows, and uneven ones
+EVERYWHERE = [("pp=2", 2), ("pp=3", 5), ("pp=2,dp=2", 3), ("pp=2,dp=3", 2), ("pp=3,tp=2", 4), ("pp=2,dp=2", 7)]
+
+
+def held_against_one_device(model, loss_fn, batch, mesh, microbatches, mode="data", tolerance=1e-12, **options):
+    expected = run(plan_of(model, loss_fn, batch, Mesh(()), "single"), model, batch)
+    plan = plan_of(model, loss_fn, batch, Mesh.parse(mesh), mode, microbatches=microbatches, **options)
+    same(run(plan, model, batch), expected, tolerance)
+    return plan
+
+
+class Language(nn.Module):
+    """Tied weights, positions, dropout, and a factor that all layers share."""
+
+    def __init__(self, dropout=0.3):
+        super().__init__()
+        self.words, self.positions = nn.Embedding(11, 8), nn.Embedding(7, 8)
+        self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.words.weight
+        self.factor, self.dropout = nn.Parameter(torch.tensor(1.5)), dropout
+
+    def forward(self, words):
+        x = F.dropout(self.words(words) + self.positions(torch.arange(words.shape[1])), self.dropout)
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            x = x + F.dropout(F.gelu(layer(norm(x))), self.dropout) * self.factor
+        return self.head(x)
+
+
+def language_loss(model, batch):
+    words, labels = batch
+    logits = model(words)
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=0, label_smoothing=0.1)
+    return loss, {"logits": logits, "right": (logits.argmax(-1) == labels).sum()}
+
+
+def language():
+    torch.manual_seed(0)
+    words, labels = torch.randint(0, 11, (2, 5, 7))
+    labels[:2, :6] = 0  # counts differ between microbatches
+    return Language().double(), (words, labels)
+
+
+@pytest.mark.parametrize(("mesh", "microbatches"), EVERYWHERE)
+def test_losses_outputs_and_gradients_are_those_of_one_device(mesh, microbatches):
+    model, batch = language()
+    held_against_one_device(model, language_loss, batch, mesh, microbatches)
+
+
+@pytest.mark.parametrize(("mesh", "microbatches"), [("pp=2,dp=2", 2), ("pp=2,tp=2", 3), ("pp=2,d=4", 2)])
+def test_stages_go_together_with_plans_that_shard_all_they_can(mesh, microbatches):
+    model, batch = decoder.Decoder(layers=2).double(), decoder.batch_of(4, 6)
+    hardware = splitting_hardware()
+    plan = held_against_one_device(model, decoder.loss_fn, batch, mesh, microbatches, "auto", hardware=hardware)
+    assert any(strategy.used - {"micro"} for strategy in plan.strategies.values())
+
+
+def test_layers_are_recomputed_microbatch_by_microbatch():
+    model, batch = decoder.Decoder(layers=3).double(), decoder.batch_of(5, 6)
+    plan = held_against_one_device(model, decoder.loss_fn, batch, "pp=2", 3, recompute=("layers.*",))
+    assert lower(plan, 0).source.count("with recomputed(") >= 3
+
+
+def test_half_precision_under_autocast_is_cast_back_before_microbatches_are_added_up():
+    model, batch = language()
+
+    def loss_fn(model, batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            return language_loss(model, batch)
+
+    plan = held_against_one_device(model.float(), loss_fn, batch, "pp=2,dp=2", 2, tolerance=3e-2)
+    lines = [line for rank in range(4) for line in lower(plan, rank).source.splitlines()]
+    assert any("enter(" in line and "axes=()" in line and "source=" in line for line in lines)
+
+
+class Frozen(nn.Sequential):
+    """A first stage that has nothing to learn, and one parameter that nothing reads the gradient of."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+        self[0].requires_grad_(False)
+
+
+def classes(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def images():
+    torch.manual_seed(0)
+    return torch.randn(6, 8, dtype=torch.float64), torch.randint(0, 3, (6,))
+
+
+@pytest.mark.parametrize(("mesh", "microbatches"), [("pp=2", 2), ("pp=3", 2), ("pp=3,dp=2", 2)])
+def test_a_stage_without_gradients_takes_part_in_the_backward(mesh, microbatches):
+    held_against_one_device(Frozen().double(), classes, images(), mesh, microbatches)
+
+
+def test_a_loss_that_compares_samples_waits_for_all_microbatches():
+    def loss_fn(model, batch):
+        made = model(batch[0])
+        return F.cross_entropy(made @ made.T, torch.arange(6))
+
+    held_against_one_device(Frozen().double(), loss_fn, images(), "pp=2,dp=2", 3)
+
+
+def normed():
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 3)).double()
+
+
+def test_batch_norm_goes_through_stages_with_one_microbatch_and_not_with_several():
+    torch.manual_seed(0)
+    held_against_one_device(normed(), classes, images(), "pp=2,dp=2", 1)
+    with pytest.raises(PlanError, match=r"in 1 .* computes over the whole batch, .* one of 2 microbatches .*=1"):
+        plan_of(normed(), classes, images(), Mesh.parse("pp=2"), "data", microbatches=2)
+
+
+def test_each_rank_stores_its_share_of_every_parameter_and_sends_to_neighbours_alone():
+    model, batch = language()
+    plan = plan_of(model, language_loss, batch, Mesh.parse("pp=4"), "data", microbatches=2)
+    stored = [plan.stored[value.name] for value in plan.capture.of_kind("parameter") if value.shape]
+    assert all(layout.split_axes == {PIPELINE} for layout in stored)
+    lines = [lower(plan, rank).source for rank in range(4)]
+    assert [text.count("stages.receive(") for text in lines] == [0, 2, 2, 2]
+    assert [text.count("stages.send(") for text in lines] == [2, 2, 2, 0]
+
+
+def test_a_plan_with_stages_is_read_back_from_its_json():
+    model, batch = language()
+    plan = plan_of(model, language_loss, batch, Mesh.parse("pp=2,dp=2"), "auto", microbatches=2)
+    again = Plan.from_json(plan.to_json(), plan.graph)
+    assert again == plan
+    assert [lower(again, rank).source for rank in range(4)] == [lower(plan, rank).source for rank in range(4)]
+
+
+def test_layers_are_recomputed_until_each_stage_fits_its_memory():
+    model, batch = decoder.Decoder(layers=4).double(), decoder.batch_of(8, 16)
+    free = plan_of(model, decoder.loss_fn, batch, Mesh.parse("pp=2"), "data", microbatches=2)
+    limit = int(free.held.total * 0.8)
+    plan = held_against_one_device(model, decoder.loss_fn, batch, "pp=2", 2, memory=limit)
+    assert plan.held.total <= limit
+    assert plan.recomputed
+    with pytest.raises(PlanError, match=r"stage 0 of 2 holds .* more than .* with all of its layers recomputed"):
+        plan_of(model, decoder.loss_fn, batch, Mesh.parse("pp=2"), "data", microbatches=2, memory=limit // 4)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options", "words"),
+    [
+        ("dp=2,pp=2", {}, r"has its stages \(pp\) behind other axes; write them first, as in mesh='pp=2,dp=2'"),
+        ("pp=2,micro=2", {}, r"has an axis 'micro'; type microbatches="),
+        ("dp=2", {"microbatches": 2}, r"microbatches=2 goes with stages, which the mesh dp=2 lacks"),
+        ("pp=2", {"microbatches": 0}, r"microbatches is 0; expected a whole number from 1 on"),
+        ("pp=2", {"inputs": "whole"}, r"leave inputs='whole' out"),
+        ("pp=99", {}, r"operators depend on the batch and on parameters, which are no 99 stages"),
+    ],
+)
+def test_what_goes_with_no_stages_is_refused(mesh, options, words):
+    model, batch = language()
+    with pytest.raises((PlanError, UsageError), match=words):
+        plan_of(model, language_loss, batch, Mesh.parse(mesh), "data", **options)

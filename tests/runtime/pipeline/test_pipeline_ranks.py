@@ -1,0 +1,88 @@
+"""Training through pipeline stages on real ranks, with what a script does in between, and on another number of them."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import shardwright as sw
+from pages import DOCS, run_blocks
+from ranks import run_ranks
+
+STEPS = 5
+
+
+class Language(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(11, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, words):
+        x = self.words(words)
+        for layer in self.layers:
+            x = x + F.dropout(F.gelu(layer(x)), 0.2, self.training)
+        return self.head(x)
+
+
+def loss_fn(model, batch):
+    words, labels = batch
+    return F.cross_entropy(model(words).flatten(0, 1), labels.flatten(), ignore_index=0)
+
+
+def outputs(model, batch):
+    return model(batch[0])
+
+
+def batches():
+    generator = torch.Generator().manual_seed(1)
+    found = [torch.randint(0, 11, (2, 6, 7), generator=generator) for _ in range(2 * STEPS)]
+    return [(words[: 6 - number % 2], labels[: 6 - number % 2]) for number, (words, labels) in enumerate(found)]
+
+
+def train(folder, first, last, mesh=None, microbatches=None):
+    """Train from one step to another, from the checkpoint of the first one; losses, a clipped norm, and predictions."""
+    torch.set_num_threads(1)
+    sw.init(backend="gloo")
+    torch.manual_seed(0)
+    model, data = Language().double(), batches()
+    parallel = sw.parallelize(
+        model, loss_fn, data[0], "data", batch="global", predict_fn=outputs, mesh=mesh, microbatches=microbatches
+    )
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
+    if first:
+        sw.checkpoint.load(folder, parallel, optimizer)
+    found = []
+    for batch in data[first:last]:
+        with parallel.accumulate():
+            parallel(batch).backward()
+        loss = parallel(batch)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(parallel.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [loss.item(), (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()]
+    sw.checkpoint.save(folder, parallel, optimizer, step=last)
+    parallel.eval()
+    with torch.no_grad():
+        found.append(parallel(data[0]).item())
+    return found, parallel.predict(data[1], gather=True), parallel.full_state_dict()
+
+
+def test_two_stages_train_as_one_device_does_and_go_on_as_three(tmp_path):
+    [(losses, predicted, state)] = run_ranks(1, train, tmp_path / "alone", 0, 2 * STEPS)
+    before = run_ranks(4, train, tmp_path / "stages", 0, STEPS, "pp=2,dp=2", 2)
+    behind = run_ranks(3, train, tmp_path / "stages", STEPS, 2 * STEPS, "pp=3", 4)
+    for found, of_one in ((before, losses[: 2 * STEPS]), (behind, losses[2 * STEPS :])):
+        assert all(rank[0] == found[0][0] for rank in found)
+        torch.testing.assert_close(found[0][0][: len(of_one)], of_one, atol=1e-10, rtol=0)
+    for _, of_stage, held in behind:
+        torch.testing.assert_close(of_stage, predicted, atol=1e-10, rtol=0)
+        torch.testing.assert_close(dict(held), dict(state), atol=1e-10, rtol=0)
+
+
+@pytest.mark.slow
+def test_the_blocks_of_the_page_run(tmp_path):
+    assert run_blocks(DOCS / "training/pipelines.md", tmp_path) == ["python", "bash", "text"]
