@@ -60,6 +60,7 @@ STEPS = (
     Step("attention", "attention with dropout: the numbers of the CPU, and no memory for all scores", 60),
     Step("optimizer", "fused steps of optimizers: the numbers of torch's loops, and the time of both", 60),
     Step("vocabulary", "the loss of a large vocabulary: the numbers of a whole cast, memory and time", 60),
+    Step("batch norm", "batch norm of all ranks by kernels: the numbers of operators, and the time of both", 60),
     Step("steady", "steady steps wait for the GPU nowhere (set_sync_debug_mode)", 60, "GPU"),
     Step("profile", "kernels, copies and busy time of a step beside plain PyTorch", 60, "GPU"),
     Step("saves", "an asynchronous save while steps overwrite what it saves", 60),

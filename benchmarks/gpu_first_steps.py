@@ -316,6 +316,50 @@ def vocabulary(device: torch.device, quick: bool) -> dict[str, Any]:
     return found
 
 
+@step("batch norm")
+def batch_norm_of_ranks(device: torch.device, quick: bool) -> dict[str, Any]:
+    """The batch norm of all ranks by the kernels of SyncBatchNorm, beside one by operators, in bf16 and float64."""
+    from shardwright.compiler.lower.operators import batch_norm
+
+    class Alone:
+        """What a rank tells others and hears from them, were it the only one."""
+
+        def all_gather(self, tensor: torch.Tensor, axes: Any) -> torch.Tensor:
+            return tensor[None]
+
+        def all_reduce(self, tensor: torch.Tensor, axes: Any) -> torch.Tensor:
+            return tensor
+
+    def run(x: torch.Tensor, upstream: torch.Tensor, wide: torch.dtype) -> list[torch.Tensor]:
+        affine = [torch.full((x.shape[1],), n, device=device, dtype=wide, requires_grad=True) for n in (2.0, 0.5)]
+        running = [torch.zeros(x.shape[1], device=device, dtype=wide) for _ in range(2)]
+        counts = [x.numel() // x.shape[1]]
+        y, _, _, *new = batch_norm.batch_norm_running(x, *affine, *running, 0.1, 1e-5, Alone(), ("d",), counts)  # type: ignore[arg-type]
+        return [y.detach(), *new, *torch.autograd.grad(y, [x, *affine], upstream)]
+
+    found: dict[str, Any] = {}
+    shape = (8, 16, 12, 12) if quick else (128, 256, 56, 56)
+    for dtype, wide, tolerance in ((torch.float64, torch.float64, 1e-10), (torch.bfloat16, torch.float32, 2e-2)):
+        for order in (torch.contiguous_format, torch.channels_last):
+            generator = torch.Generator(device).manual_seed(0)
+            numbers = [torch.randn(shape, device=device, dtype=wide, generator=generator) for _ in range(2)]
+            x, upstream = (n.to(dtype).contiguous(memory_format=order) for n in numbers)
+            del numbers
+            x.requires_grad_()
+            ways = []
+            for name, kinds in (("kernels", ("cuda",)), ("operators", ())):
+                batch_norm._WITH_KERNELS = kinds  # type: ignore[assignment]
+                ways.append(run(x, upstream, wide))
+                seconds = timed(lambda x=x, upstream=upstream, wide=wide: run(x, upstream, wide), device, 5)
+                found[f"ms, {dtype}, {order}, {name}".replace("torch.", "")] = round(seconds * 1e3, 2)
+            batch_norm._WITH_KERNELS = ("cuda",)
+            assert ways[0][0].is_contiguous(memory_format=order), "the result lies in another order than the images"
+            for ours, theirs in zip(*ways, strict=True):
+                apart = float((ours - theirs).abs().max() / theirs.abs().max())
+                assert apart <= tolerance, f"kernels and operators differ by {apart:.2g} in {dtype}, {order}"
+    return found
+
+
 @step("steady")
 def steady(device: torch.device, quick: bool) -> dict[str, Any]:
     networks = SMALL | {
