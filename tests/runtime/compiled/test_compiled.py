@@ -1,12 +1,14 @@
 """Programs whose operators between collectives are compiled give what they give without."""
 
 import itertools
+import re
 import warnings
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from models import NETWORKS
 from shardwright.compiler.lower.call import Call, Name
@@ -235,3 +237,33 @@ def test_stretches_of_other_numbers_or_operands_are_not_taken_for_equal(capfd):
     assert len(compiler.compiled_functions) == 3
     made.tell()
     assert " s: 3 kinds of 4 stretches, which take " in capfd.readouterr().err
+
+
+class Drawing(nn.Module):
+    """Every way in which a program draws within a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        q, k = (part(x).unflatten(-1, (2, 4)).transpose(1, 2) for part in (self.q, self.k))
+        attended = functional.scaled_dot_product_attention(q, k, k, dropout_p=0.2, is_causal=True)
+        x = functional.dropout(attended.transpose(1, 2).flatten(-2).relu() * 2, 0.3)
+        x = functional.rrelu(x, training=True) + torch.rand_like(x) + torch.randn_like(x).tanh()
+        return functional.alpha_dropout(x * 3, 0.4).square()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_no_random_key_stands_within_a_stretch(ranks):
+    """A key is a Python integer, another one in each step: code that holds it would be compiled anew, or repeat it."""
+    torch.manual_seed(0)
+    plan = plan_of(Drawing(), lambda model, x: model(x).mean(), torch.randn(4, 6, 8), Mesh.of(d=ranks), "data")
+    program = lower(plan, 0)
+    running, stretches = in_stretches(program)
+    keys = re.compile(r"\bkey\(\d+\)")
+    assert stretches
+    assert [keys.findall(stretch.source) for stretch in stretches] == [[]] * len(stretches)
+    drawn = sorted(keys.findall(program.source))
+    assert len(drawn) >= 5, "the program draws, once for each call of the model that does"
+    assert sorted(keys.findall(running.source)) == drawn

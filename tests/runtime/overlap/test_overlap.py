@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardwright as sw
 import whole
 from ranks import run_ranks
+from shardwright.common.torch_private import views_into
 from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.lower.lower import lower
-from shardwright.compiler.mesh.collectives import views_into
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.mesh.processes import ProcessCommunicator
 from shardwright.compiler.mesh.simulate import SimulatedCommunicator, simulate

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from itertools import accumulate
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -529,9 +528,3 @@ def apply_step(x: Tensor, step: Step, shape: Shape, comm: Communicator) -> Tenso
         LoweringError: where the part has another shape than ``step.before`` says, or bools would be summed.
     """
     return _FUNCTIONS[step.function](x, comm, **step.arguments(shape))
-
-
-def views_into(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return where each of several tensors lies in a flat one that has them one behind the other."""
-    ends = accumulate(tensor.numel() for tensor in tensors)
-    return [flat[end - x.numel() : end].view(x.shape) for end, x in zip(ends, tensors, strict=True)]

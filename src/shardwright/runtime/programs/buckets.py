@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shardwright.common.torch_private import backward_number
-from shardwright.compiler.mesh.collectives import Axes, Communicator, views_into
+from shardwright.common.torch_private import backward_number, flattened, views_into
+from shardwright.compiler.mesh.collectives import Axes, Communicator
 from shardwright.errors import UsageError
 from shardwright.runtime.programs.unreduced import Unreduced
 
@@ -213,7 +213,7 @@ class GradientReduction(Unreduced):
 
 def _joined(gradients: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
     """A flat copy of gradients, and the view of each into it."""
-    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    flat = flattened(gradients)
     return flat, views_into(flat, gradients)
 
 
