@@ -2,9 +2,13 @@
 
 import importlib
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
+
+from shardwright.compiler.plan.pricing.hardware import shipped
+from shardwright.compiler.plan.timing.prices import Prices
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 
@@ -53,3 +57,25 @@ def test_what_is_computed_again_and_what_is_stored_where_is_counted(published, r
 def test_every_run_names_its_source_and_who_is_far_off_why(published):
     assert len(published.RUNS) == len({(run.name, run.mesh, run.source) for run in published.RUNS})
     assert all(run.source and run.published_s > 0 for run in published.RUNS)
+
+
+def test_hardly_anything_is_computed_between_what_makes_activations_and_what_reads_them(published):
+    """So that their collectives begin no earlier than they are waited for: what programs could hide is priced here."""
+    (run,) = (run for run in published.RUNS if run.name.startswith("Llama-3 8B") and "tp" in run.mesh.sizes)
+    plan = published.plan_of(run, 2)
+    prices, nodes = Prices(plan, published.board(run.hardware)), plan.capture.nodes
+    forward, backward = (
+        [0.0, *accumulate(map(of, nodes))] for of in (prices.forward_s, prices.backward_s)
+    )  # the seconds before each operator
+    place = {node.name: at for at, node in enumerate(nodes)}
+    made = {result: at for at, node in enumerate(nodes) for result in node.results}
+    sent_s = hidden_s = 0.0
+    for transfer, moved in prices.moving:
+        if transfer.value not in made or plan.capture.values[transfer.value].begins_early:
+            continue
+        first, reader = made[transfer.value] + 1, place.get(transfer.consumers[0][0], len(nodes))
+        sent_s += moved.seconds
+        hidden_s += min(moved.forward_s, forward[reader] - forward[first])
+        hidden_s += min(moved.gradient_s, backward[reader] - backward[first])
+    assert sent_s > 0.1 * prices.step_s
+    assert 0 < hidden_s < 0.01 * prices.step_s
