@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.compiler.plan.pricing.hardware import shipped
 from shardwright.compiler.plan.timing.prices import Prices
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
