@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 import shardwright as sw
 from ranks import run_ranks
+from shardwright.compiler.lower.operators.ring_attention import ring_attention
 from shardwright.compiler.mesh.collectives import all_gather, apply_step
 from shardwright.compiler.mesh.dtensor import device_mesh
 from shardwright.compiler.mesh.layout import Layout
@@ -176,3 +177,33 @@ def test_groups_are_prepared_and_the_world_fits_the_mesh():
         "no group over a on the mesh a=2 b=2; prepared: a·b",
         "the mesh a=3 has 3 devices, the world 4 ranks; launch 3 ranks or choose a mesh of 4",
     ]
+
+
+def ring(comm):
+    """Bits of attention over uneven parts of a sequence in a ring, and of its gradients; a shift of every dtype."""
+    comm.prepare([("a",), ("b",)])
+    rows = [
+        Layout.split(1, {0: ("a",)}).local_slice((7,), comm.mesh, rank)[0] for rank in comm.mesh.group(comm.rank, "a")
+    ]
+    spans, at = [(part.start, part.stop) for part in rows], comm.mesh.coordinates(comm.rank)["a"]
+    generator, found = torch.Generator().manual_seed(3), []
+    for dtype in (torch.float64, torch.bfloat16):
+        heads = [torch.randn(1, 2, 7, 8, generator=generator, dtype=torch.float64).to(dtype) for _ in range(3)]
+        mine = [x[:, :, rows[at]].clone().requires_grad_() for x in heads]
+        made = ring_attention(*mine, True, None, False, spans[at], spans, comm, ("a",))
+        gradients = torch.autograd.grad(made, mine, torch.ones_like(made))
+        found += [x.tolist() for x in (made.detach(), *gradients)]
+    for dtype in (*DTYPES, torch.complex64, torch.bool):
+        found.append(comm.start_shift(torch.tensor([comm.rank, 1]).to(dtype), ("a",))().tolist())
+    return found
+
+
+def ring_over(backend, mesh):
+    sw.init(backend, timeout=60)
+    return ring(communicator_over(mesh))
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_a_ring_of_processes_has_the_bits_of_simulated_ranks(backend):
+    mesh = Mesh.of(b=1, a=3)
+    assert run_ranks(3, ring_over, backend, mesh) == simulate(mesh, ring)

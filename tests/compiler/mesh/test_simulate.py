@@ -183,16 +183,18 @@ def begun_of_each_kind(comm, x):
         "all_reduce": comm.start_all_reduce(x[0], ("a",)),
         "all_gather": comm.start_all_gather(x[1], ("a",)),
         "reduce_scatter": comm.start_reduce_scatter(x[2], ("a",)),
+        "shift": comm.start_shift(x[3], ("a",)),
     }
 
 
 def test_what_is_begun_gives_what_it_gives_at_once():
     def run(comm):
-        x = [torch.arange(6.0).view(2, 3) + 10 * comm.rank for _ in range(3)]
+        x = [torch.arange(6.0).view(2, 3) + 10 * comm.rank for _ in range(4)]
         expected = (
             comm.all_reduce(x[0].clone(), ("a",)),
             comm.all_gather(x[1], ("a",)),
             comm.reduce_scatter(x[2], ("a",)),
+            torch.arange(6.0).view(2, 3) + 10 * (1 - comm.rank),
         )
         waits = begun_of_each_kind(comm, x)
         unread = bool(x[0].isnan().all())
@@ -200,14 +202,24 @@ def test_what_is_begun_gives_what_it_gives_at_once():
         same = [torch.equal(*pair) for pair in zip(found[1:], expected[1:], strict=True)]
         return unread, torch.equal(x[0], expected[0]), *same
 
-    assert simulate(PAIR, run) == [(True,) * 4] * 2
+    assert simulate(PAIR, run) == [(True,) * 5] * 2
 
 
-@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter"])
+def test_a_shift_goes_to_the_next_and_from_the_last_to_the_first():
+    def run(comm):
+        wait = comm.start_shift(torch.tensor([comm.rank]), ("a",))
+        assert comm.collectives == [Collective("shift", ("a",), 8)]
+        assert comm.collectives[0].sent_bytes(comm.mesh) == 8
+        return wait().item()
+
+    assert simulate(Mesh.of(a=3, b=2), run) == [4, 5, 0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter", "shift"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])
 def test_a_tensor_that_is_written_under_way_and_a_wait_that_is_missing_are_found(kind, dtype):
     def run(comm, spoil):
-        x = [torch.ones(2, 3, dtype=dtype) for _ in range(3)]
+        x = [torch.ones(2, 3, dtype=dtype) for _ in range(4)]
         waits = begun_of_each_kind(comm, x)
         spoil(dict(zip(waits, x, strict=True)), waits)
         for wait in waits.values():

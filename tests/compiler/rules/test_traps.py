@@ -122,7 +122,7 @@ def test_grouped_query_attention_with_fewer_key_heads_than_ranks_splits_groups_o
     tensors = (x(2, 4, 3, 2), x(2, 2, 3, 2), x(2, 2, 3, 2))
     attention = Invocation("aten.scaled_dot_product_attention.default", tensors, {"enable_gqa": True})
     rule = rule_for(attention)
-    assert splittable(rule) == {"*0", "g", "l"}
+    assert splittable(rule) == {"*0", "g", "l", "s"}
     assert len(list(rule.strategies(FOUR))) == 1  # 2 groups, 2 sequences and 3 queries do not divide among 4
     check(attention, SQUARE, rule.strategy({"g": ["a"], "*0": ["b"]}))
 

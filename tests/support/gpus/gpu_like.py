@@ -129,6 +129,10 @@ class OnGpus:
         self._take(tensors, sums=False)
         return [tensor.clone() for tensor in tensors]
 
+    def start_shift(self, tensor: Tensor, axes: Axes) -> Callable[[], Tensor]:
+        self._take([tensor], sums=False)
+        return lambda: tensor.clone()
+
 
 class _NeverThere:
     """In place of a number that comes from the GPU."""

@@ -18,6 +18,7 @@ import torch
 from shardwright.compiler.capture.check import check
 from shardwright.compiler.capture.ir import Capture, Filled, Node, Value
 from shardwright.compiler.capture.operators import HALF
+from shardwright.compiler.capture.rewriting.joins import without_joins_of_one
 from shardwright.compiler.capture.rewriting.logits import without_wide_logits
 from shardwright.compiler.capture.rewriting.masks import lookups_as_views, without_known_masks
 from shardwright.compiler.capture.rewriting.norms import with_rms_norms
@@ -36,14 +37,14 @@ def rewrite(
 ) -> Capture:
     """Return the capture with every mean taken apart, and batch normalisation as asked for.
 
-    It has no masks that are known, no logits of a large vocabulary that are cast as a whole, and norms as one operator.
+    It has no masks that are known, no logits of a large vocabulary that are cast as a whole, norms as one operator, and
+    no joins of one tensor with nothing.
 
     Args:
         filled: inputs of which each entry is known.
     """
-    rewritten = without_known_masks(
-        lookups_as_views(without_wide_logits(means_to_sums(with_rms_norms(capture)))), filled
-    )
+    summed = means_to_sums(with_rms_norms(without_joins_of_one(capture)))
+    rewritten = without_known_masks(lookups_as_views(without_wide_logits(summed)), filled)
     return rewritten if batch_norm == "global" else statistics_per_replica(rewritten)
 
 

@@ -176,8 +176,14 @@ def _attention(site: Site) -> Call:
     if "backends" in named:
         names = ("backends", "query", "key", "value", "attn_mask", "is_causal", "scale", "enable_gqa")
         return Call("kernels.attention_by", tuple(named[name] for name in names))
+    heads = (named["query"], named["key"], named["value"])
+    if axes := site.merged_axes:
+        members = site.mesh.group(site.rank, axes)
+        keys = [site.operand_slice(1, member)[-2] for member in members]
+        spans = (queries.start, queries.stop), [(rows.start, rows.stop) for rows in keys]
+        how = (named["is_causal"], named["scale"], named["enable_gqa"])
+        return Call("kernels.ring_attention", (*heads, *how, *spans, COMM, axes))
     if named["is_causal"] and queries.stop - queries.start != site.result_shape()[-2]:
-        heads = (named["query"], named["key"], named["value"])
         return Call("kernels.causal_attention", (*heads, queries.start, named["scale"], named["enable_gqa"]))
     return site.same()
 

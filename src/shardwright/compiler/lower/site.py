@@ -60,9 +60,10 @@ class Site:
     def result_layout(self, index: int = 0) -> Layout:
         return self.rule.result_layout(index, self.strategy, self.mesh)
 
-    def operand_slice(self, index: int) -> tuple[slice, ...]:
-        """The part of an operand that this rank holds."""
-        return self.operand_layout(index).local_slice(self.operand_shape(index), self.mesh, self.rank)
+    def operand_slice(self, index: int, rank: int | None = None) -> tuple[slice, ...]:
+        """The part of an operand that this rank holds, or another."""
+        holder = self.rank if rank is None else rank
+        return self.operand_layout(index).local_slice(self.operand_shape(index), self.mesh, holder)
 
     def result_slice(self, index: int = 0) -> tuple[slice, ...]:
         """The part of a result that this rank makes."""

@@ -87,6 +87,12 @@ class Communicator(Protocol):
     def receive(self, tensor: Tensor, axis: str, source: int) -> Tensor:
         """Wait for what the rank at coordinate ``source`` of an axis sends, which ``tensor`` takes; returns that."""
 
+    def start_shift(self, tensor: Tensor, axes: Axes) -> Callable[[], Tensor]:
+        """Begin to give a tensor to the next member, the last one to the first; all are of one size.
+
+        What is returned waits for the tensor of the member before, once. Until then nobody writes ``tensor``.
+        """
+
 
 class Cut(NamedTuple):
     """A dim of global ``size`` that is cut over ``within`` and then over ``axes``, between multiples of ``unit``."""

@@ -10,6 +10,7 @@ rank is. A backend that does something faster does it inside its process group.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -218,6 +219,24 @@ class ProcessCommunicator:
             self._lockstep.wait(work, in_turns=False)
         return tensor
 
+    def start_shift(self, tensor: Tensor, axes: Axes) -> Callable[[], Tensor]:
+        channel = self._channel(axes, tensor)
+        if channel is None:
+            return lambda: tensor
+        members, received = self.mesh.group(self.rank, axes), torch.empty_like(tensor)
+        at, count = members.index(self.rank), len(members)
+        to, source = ([int(i == (at + step) % count) for i in range(count)] for step in (1, -1))
+        pair = (moved(x, channel.backend).view(1, -1) for x in (received, tensor))
+        # One row for a member, none for others: an all-to-all, as every backend has it.
+        shift = partial(dist.all_to_all_single, output_split_sizes=source, input_split_sizes=to)
+        wait = self._begin(shift, *pair, channel=channel, at_once=False)
+
+        def finish() -> Tensor:
+            wait()
+            return received
+
+        return finish
+
     def _exchanging(self, sent: Tensor, channel: _Channel, at_once: bool) -> Callable[[], Tensor]:
         """Begin to give every member what is for it; what is returned waits for theirs, each as a row of ``sent``."""
         received = torch.empty_like(sent)
@@ -307,6 +326,9 @@ class WatchedCommunicator:
             return self._communicator.receive(tensor, axis, source)
         finally:
             self._note(b"")
+
+    def start_shift(self, tensor: Tensor, axes: Axes) -> Callable[[], Tensor]:
+        return self._begun(b"shift", self._communicator.start_shift, tensor, axes)
 
     def _inside(self, name: bytes, collective: Callable[[G, Axes], T], given: G, axes: Axes) -> T:
         self._note(name, begins=True)

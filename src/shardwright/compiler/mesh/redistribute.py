@@ -36,7 +36,7 @@ from shardwright.errors import PlanError
 Shape = tuple[int, ...]
 StepKind = Literal["slice", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "enter"]
 AdjointKind = Literal["slice", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "nothing"]
-CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift"]
 
 COLLECTIVES: dict[str, CollectiveKind] = {
     "all_gather": "all_gather",
@@ -52,8 +52,9 @@ class Collective:
     """One collective among the ranks along ``axes``.
 
     ``bytes`` is the size of the full buffer on rank 0, which holds the largest parts: what an all-reduce reduces in
-    place, what an all-gather results in, what a reduce-scatter or an all-to-all starts from. Where a dim does not
-    divide, every part of the buffer is counted as long as the longest, since that is what travels.
+    place, what an all-gather results in, what a reduce-scatter or an all-to-all starts from, what a shift gives to the
+    next rank. Where a dim does not divide, every part of the buffer is counted as long as the longest, since that is
+    what travels.
     """
 
     kind: CollectiveKind
@@ -63,6 +64,8 @@ class Collective:
     def sent_bytes(self, mesh: Mesh) -> float:
         """Return what each device sends when the collective runs around a ring."""
         parts = mesh.extent(self.axes)
+        if self.kind == "shift":
+            return self.bytes
         return self.bytes * (parts - 1) / parts * (2 if self.kind == "all_reduce" else 1)
 
 

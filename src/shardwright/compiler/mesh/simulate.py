@@ -186,6 +186,10 @@ class SimulatedCommunicator:
     def _member(self, axis: str, coordinate: int) -> int:
         return self.mesh.rank_at({**self.mesh.coordinates(self.rank), axis: coordinate})
 
+    def start_shift(self, tensor: Tensor, axes: Axes) -> Callable[[], Tensor]:
+        shifted, wait = self._call("shift", [tensor], axes)[0], self._start("shift", tensor, axes)
+        return lambda: (wait(), shifted)[1]
+
     def _call(self, kind: CollectiveKind, tensors: list[Tensor], axes: Axes) -> list[Tensor]:
         group = self.mesh.group(self.rank, axes)
         if len(group) == 1:
@@ -407,9 +411,14 @@ def _exchanged(brought: Brought) -> list[list[Tensor]]:
     return [[tensor.clone() for tensor in tensors] for tensors in zip(*brought, strict=True)]
 
 
+def _shifted(brought: Brought) -> list[list[Tensor]]:
+    return [[tensor.clone()] for (tensor,) in [brought[-1], *brought[:-1]]]
+
+
 _ANSWERS: dict[CollectiveKind, Callable[[Brought], list[list[Tensor]]]] = {
     "all_reduce": _all_reduced,
     "all_gather": _all_gathered,
     "reduce_scatter": _reduce_scattered,
     "all_to_all": _exchanged,
+    "shift": _shifted,
 }

@@ -11,7 +11,7 @@ from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.mesh.redistribute import copies
 from shardwright.compiler.plan.decisions import Decisions, Transfer
-from shardwright.compiler.plan.pricing.cost import reduced_in_buckets
+from shardwright.compiler.plan.pricing.cost import largest_inside, reduced_in_buckets
 from shardwright.compiler.plan.pricing.joined import SmallGather, in_gathers, small_gather, together_bytes
 from shardwright.compiler.plan.pricing.memory import Block, OptimizerStates, local_bytes
 from shardwright.distributed.gradients import BUCKET_BYTES
@@ -306,7 +306,5 @@ def _largest_buffer(plan: Decisions) -> int:
             found = (priced.collective.bytes for priced in plan.transfer_collectives(transfer))
             largest = max(largest, *found, 0)
     inside_of = {(plan.graph.alike[node.name], plan.strategies[node.name]): node for node in plan.capture.nodes}
-    for (_, strategy), node in inside_of.items():
-        inside = plan.graph.collectives_inside(node, strategy, plan.mesh)
-        largest = max([largest, *(collective.bytes for way in inside for collective in way)])
-    return max([largest, *(min(size, BUCKET_BYTES) for size in joined.values())])
+    inside = [largest_inside(plan.graph, node, strategy, plan.mesh) for (_, strategy), node in inside_of.items()]
+    return max([largest, *inside, *(min(size, BUCKET_BYTES) for size in joined.values())])

@@ -192,6 +192,9 @@ class Explainer:
         for factor, axes in zip(rule.factors, strategy.axes, strict=True):
             if axes:
                 where = ", ".join(_places(factor.name, rule, node, self.plan))
+                if factor.along:
+                    yield f"Of {where} each device holds its part; blocks of them go round over {'·'.join(axes)}."
+                    continue
                 parts = f"Over {'·'.join(axes)} the work is cut into {mesh.extent(axes)}"
                 yield f"{parts}: {where} (factor {factor.name}){_KINDS[factor.kind]}."
         if strategy.partial:

@@ -82,7 +82,10 @@ def _axes(plan: Decisions) -> Iterator[tuple[str, tuple[str, ...]]]:
     for name, layout in (*plan.leaves.items(), *plan.outputs.items()):
         yield name, (*(axis for split in layout.dims for axis in split.axes), *layout.partial)
     for name, strategy in plan.strategies.items():
-        yield name, (*(axis for axes in strategy.axes for axis in axes), *strategy.partial)
+        along = plan.graph.rules[name].along
+        cuts = ((at, axis) for at, axes in enumerate(strategy.axes) for axis in axes)
+        alone = (axis for at, axis in cuts if at not in along or axis not in strategy.axes[along[at]])
+        yield name, (*alone, *strategy.partial)
 
 
 def _refuse_axes(plan: Decisions, name: str, axes: tuple[str, ...]) -> None:

@@ -68,7 +68,7 @@ def _uses_every_axis(strategy: Strategy, rule: OpRule, mesh: Mesh) -> bool:
     """Return whether no axis is left that some factor would admit."""
     for axis in set(mesh.names) - strategy.used:
         for i in rule.splittable:
-            if rule.factors[i].size % mesh.extent([*strategy.axes[i], axis]) == 0:
+            if rule.divides(i, [*strategy.axes[i], axis], mesh):
                 return False
     return True
 

@@ -148,18 +148,24 @@ def _slices_of_factors(pin: Pin, rule: OpRule) -> dict[str, int]:
 
 
 def _axes_of_factors(slices: dict[str, int], rule: OpRule, mesh: Mesh) -> dict[str, tuple[str, ...]]:
-    needed = math.prod(slices.values())
+    along = {rule.factors[at].name: rule.factors[at].along for at in rule.along}
+    alone = {name: number for name, number in slices.items() if name not in along}
+    needed = math.prod(alone.values())
     if needed > mesh.size:
         raise StrategyError(
-            f"it needs {' x '.join(map(str, slices.values()))} = {needed} devices, there are {mesh.size}"
+            f"it needs {' x '.join(map(str, alone.values()))} = {needed} devices, there are {mesh.size}"
         )
     free = list(mesh.names)
     taken: dict[str, tuple[str, ...]] = {}
     for name, number in slices.items():
         if rule.sizes[name] % number:
             raise StrategyError(f"a dim of {rule.sizes[name]} rows does not divide into {number} slices")
-        taken[name] = _leading_axes(free, number, mesh)
-        free = [axis for axis in free if axis not in taken[name]]
+        if name in alone:
+            taken[name] = _leading_axes(free, number, mesh)
+            free = [axis for axis in free if axis not in taken[name]]
+    for name, number in slices.items():
+        if name in along:
+            taken[name] = _leading_axes(taken.get(along[name], ()), number, mesh)
     return taken
 
 
@@ -170,7 +176,7 @@ def _leading_axes(free: Sequence[str], number: int, mesh: Mesh) -> tuple[str, ..
             if mesh.extent(axes) == number:
                 return axes
     sizes = " x ".join(str(mesh.sizes[axis]) for axis in free) or "none"
-    raise StrategyError(f"{number} slices cannot be made of the free axes of the mesh ({sizes})")
+    raise StrategyError(f"{number} slices cannot be made of the axes of the mesh that may be used for them ({sizes})")
 
 
 def _choices(rule: OpRule, mesh: Mesh, limit: int = 12) -> str:
@@ -328,8 +334,8 @@ def _over_weights(node: Node, graph: RuledGraph, following: Strategy, mesh: Mesh
     *others, last = mesh.names
     batch = {factor.name: tuple(others) for factor, axes in zip(rule.factors, following.axes, strict=True) if axes}
     summed = tuple(others) if following.partial else ()
-    splittable = [rule.factors[i].name for i in rule.splittable]
-    free = [name for name in splittable if name not in batch and rule.sizes[name] % mesh.sizes[last] == 0]
+    free = [rule.factors[i].name for i in rule.splittable if rule.divides(i, [last], mesh)]
+    free = [name for name in free if name not in batch]
     weights = [name for name in free if name in _of_weights(node, graph, rule)]
     if not weights:
         yield rule.strategy(batch, summed)

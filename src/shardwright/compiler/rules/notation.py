@@ -7,11 +7,13 @@
 
 Operands stand left of the arrow, results right of it, separated by commas. Every dim names a *factor*; the same
 name is the same loop of the computation. A strategy of the operator is an assignment of mesh axes to factors, and
-nothing else.
+nothing else. An axis splits one factor, or two where one is split along with the other.
 
     name       a factor that may be split; it must appear in every result, or carry a mark
     name+      splitting it leaves the results that do not name it partial (summed later)
     name&      splitting it takes a collective inside the operator, which makes the results that do not name it whole
+    name&of    it is split only along with the factor ``of``, over the same axes: each rank holds its parts of both, and
+               communicates inside the operator (written in each place where the name stands)
     name^      it may not be split
     (a b)      a merged dim, a being the major factor; only the first factor above size 1 can be split
     *          any number of dims, aligned to the right; dims of size 1 broadcast and are not split
@@ -56,11 +58,15 @@ class Operand:
 
 @dataclass(frozen=True)
 class Factor:
-    """One loop of an operator: its global size, and how it may be split: not at all if ``frozen``."""
+    """One loop of an operator: its global size, and how it may be split: not at all if ``frozen``.
+
+    Where ``along`` names another factor, it is split over axes that split that one, too.
+    """
 
     name: str
     size: int
     kind: FactorKind
+    along: str = ""
 
 
 @kept_hash
@@ -100,14 +106,27 @@ class OpRule:
     def splittable(self) -> tuple[int, ...]:
         """The positions of the factors that a strategy may give axes to."""
         minor = {name for dims in (*self.operands, *self.results) for dim in dims for name in dim[1:]}
-        return tuple(i for i, f in enumerate(self.factors) if f.kind != "frozen" and f.name not in minor and f.size > 1)
+        found = {f.name: f for f in self.factors if f.kind != "frozen" and f.name not in minor and f.size > 1}
+        return tuple(i for i, f in enumerate(self.factors) if f.name in found and (not f.along or f.along in found))
+
+    @cached_property
+    def along(self) -> dict[int, int]:
+        """The positions of the factors that are split along with others, and of these."""
+        positions = {factor.name: at for at, factor in enumerate(self.factors)}
+        return {at: positions[factor.along] for at, factor in enumerate(self.factors) if factor.along}
+
+    def divides(self, at: int, axes: Sequence[str], mesh: Mesh) -> bool:
+        """Return whether the factor at a position, and the one that it is split along with, divide over some axes."""
+        sizes = [self.factors[i].size for i in (at, self.along.get(at, at))]
+        return not any(size % mesh.extent(axes) for size in sizes)
 
     def most_parts(self, devices: int) -> int:
         """No strategy with even parts shares the operator among more of so many devices, on whichever mesh of them.
 
         A factor is cut into as many parts as some axes together have ranks, which divides its size and the devices.
         """
-        return min(devices, math.prod(math.gcd(self.factors[i].size, devices) for i in self.splittable))
+        own = [self.factors[i] for i in self.splittable if i not in self.along]
+        return min(devices, math.prod(math.gcd(factor.size, devices) for factor in own))
 
     @cached_property
     def _of_operands(self) -> tuple[_Cuts, ...]:
@@ -155,6 +174,9 @@ class OpRule:
         partial = [] if index in self.linear_operands or index in self.added_operands else [*strategy.partial]
         for at in self._not_held[index]:
             partial += strategy.axes[at]
+        if self.along:  # the operand is split over an axis by one of two factors, and does not name the other
+            split = {axis for cut in self._of_operands[index] if cut for axis in strategy.axes[cut[0]]}
+            partial = [axis for axis in partial if axis not in split]
         return mesh.ordered(partial)
 
     def merged_axes(self, strategy: Strategy, mesh: Mesh) -> tuple[str, ...]:
@@ -167,19 +189,25 @@ class OpRule:
         return Strategy(((),) * len(self.factors))
 
     def strategy(self, assignment: Mapping[str, Sequence[str]], partial: Sequence[str] = ()) -> Strategy:
-        """A strategy from factor names.
+        """A strategy from factor names; a factor that is split along with another gives its axes to that one, too.
 
         Raises:
             StrategyError: where a factor is unknown or may not be split, or an axis is used twice.
         """
         allowed = {self.factors[i].name for i in self.splittable}
+        joined = {name: tuple(axes) for name, axes in assignment.items()}
+        for factor in self.factors:
+            if given := joined.get(factor.name, ()) if factor.along else ():
+                others: tuple[str, ...] = joined.get(factor.along, ())
+                joined[factor.along] = (*others, *(axis for axis in given if axis not in others))
+                assignment = {**assignment, factor.along: [axis for axis in others if axis not in given]}
         used = [axis for axes in assignment.values() for axis in axes] + list(partial)
         if len(set(used)) != len(used):
             raise StrategyError(f"an axis can split one factor only, got {assignment} with partial {list(partial)}")
         for name, axes in assignment.items():
             if axes and name not in allowed:
                 raise StrategyError(f"factor {name!r} may not be split; those that may: {sorted(allowed)}")
-        return Strategy(tuple(tuple(assignment.get(f.name, ())) for f in self.factors), tuple(partial))
+        return Strategy(tuple(joined.get(f.name, ()) for f in self.factors), tuple(partial))
 
     def strategies(self, mesh: Mesh, *, partial: bool = True) -> Iterator[Strategy]:
         """Every strategy whose parts are even; with ``partial``, those that take partial operands too.
@@ -193,14 +221,15 @@ class OpRule:
         for chosen in itertools.product(choices, repeat=len(names)):
             cut: dict[int | None, tuple[str, ...]] = {}
             for axis, at in zip(names, chosen, strict=True):
-                cut[at] = (*cut.get(at, ()), axis)
+                for each in (at,) if at not in self.along else (at, self.along[at]):
+                    cut[each] = (*cut.get(each, ()), axis)
             axes = tuple([cut.get(at, ()) for at in range(len(self.factors))])
             if all(factor.size % mesh.extent(of) == 0 for factor, of in zip(self.factors, axes, strict=True) if of):
                 yield Strategy(axes, cut.get(-1, ()))
 
     def __str__(self) -> str:
         mark = {"free": "", "sum": "+", "merged": "&", "frozen": "^"}
-        kinds = {factor.name: mark[factor.kind] for factor in self.factors}
+        kinds = {factor.name: mark[factor.kind] + factor.along for factor in self.factors}
 
         def side(tensors: tuple[Dims, ...], linear: frozenset[int], added: frozenset[int] = frozenset()) -> str:
             texts = []
@@ -238,6 +267,7 @@ class Pattern:
     operands: tuple[_Term, ...]
     results: tuple[_Term, ...]
     kinds: tuple[tuple[str, FactorKind], ...]
+    along: tuple[tuple[str, str], ...] = ()
 
     def bind(self, operands: Sequence[Shape], results: Sequence[Shape], sizes: dict[str, int] | None = None) -> OpRule:
         """Name every dim of these shapes. ``sizes`` gives the factors that never stand alone.
@@ -262,8 +292,10 @@ class Pattern:
                     raise self._misfit(operands, results, f"({' '.join(dim)}) is not {size}")
         without_ones = [tuple(tuple(n for n in dim if len(dim) == 1 or found[n] > 1) for dim in d) for d in expanded]
         names = dict.fromkeys(name for dims in without_ones for dim in dims for name in dim)
+        along = dict(self.along)
+        kind_of = {name: kinds.get("*" if name[0] == "*" else name, "free") for name in names}
         return OpRule(
-            tuple(Factor(name, found[name], kinds.get("*" if name[0] == "*" else name, "free")) for name in names),
+            tuple(Factor(name, found[name], kind_of[name], along.get(name, "")) for name in names),
             tuple(without_ones[: len(operands)]),
             tuple(without_ones[len(operands) :]),
             frozenset(i for i, term in enumerate(self.operands) if term.linear),
@@ -310,8 +342,9 @@ def parse(text: str) -> Pattern:
     if not arrow:
         raise StrategyError(f"a rule is written as 'operands -> results', got {text!r}")
     kinds: dict[str, FactorKind] = {}
-    operands = tuple(_parse_term(term, kinds, text) for term in left.split(",") if term.strip())
-    results = tuple(_parse_term(term, kinds, text) for term in right.split(","))
+    along: dict[str, str] = {}
+    operands = tuple(_parse_term(term, kinds, along, text) for term in left.split(",") if term.strip())
+    results = tuple(_parse_term(term, kinds, along, text) for term in right.split(","))
     read = {name for term in operands for dim in term.dims for name in dim}
     for term in results:
         written = {name for dim in term.dims for name in dim}
@@ -320,13 +353,15 @@ def parse(text: str) -> Pattern:
             raise StrategyError(
                 f"{lost} disappear in a result of {text!r}; mark them with + (summed), & (merged) or ^ (not split)"
             )
-    return Pattern(text, operands, results, tuple(kinds.items()))
+    if lacking := sorted(of for of in along.values() if of not in read or of in along):
+        raise StrategyError(f"{text!r} splits a factor along with {', '.join(lacking)}, which no operand names alone")
+    return Pattern(text, operands, results, tuple(kinds.items()), tuple(along.items()))
 
 
 _MARKS: dict[str, FactorKind] = {"+": "sum", "&": "merged", "^": "frozen"}
 
 
-def _parse_term(text: str, kinds: dict[str, FactorKind], whole: str) -> _Term:
+def _parse_term(text: str, kinds: dict[str, FactorKind], along: dict[str, str], whole: str) -> _Term:
     dims: list[tuple[str, ...]] = []
     linear = added = False
     merged: list[str] | None = None
@@ -343,9 +378,18 @@ def _parse_term(text: str, kinds: dict[str, FactorKind], whole: str) -> _Term:
         elif token == "." and merged is None:
             dims.append(())
         else:
+            marked, _, of = token.partition("&")
+            token = f"{marked}&" if of else token
             name = token.rstrip("+&^")
-            if not (name == "*" or name.isidentifier()) or len(token) - len(name) > 1 or (name == "*" and merged):
-                raise StrategyError(f"cannot read {token!r} in the rule {whole!r}")
+            if (
+                not (name == "*" or name.isidentifier())
+                or len(token) - len(name) > 1
+                or (name == "*" and merged)
+                or (of and not (of.isidentifier() and name.isidentifier()))
+            ):
+                raise StrategyError(f"cannot read {token + of!r} in the rule {whole!r}")
+            if of:
+                along[name] = of
             mark = _MARKS.get(token[-1], "free")
             if mark != "free" or name not in kinds:
                 kinds[name] = mark

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -121,6 +122,21 @@ def attention(op: Operator) -> int:
     return whole // 2 if op["is_causal"] else whole
 
 
+def causal_rows(op: Operator, parts: Mapping[str, int]) -> float:
+    """Return the work of the last queries beside the mean, where they are causal: they see the most keys."""
+    rows, keys, count = op.operands[0][-2], op.operands[1][-2], parts.get("l", 1)
+    if not op["is_causal"] or count == 1:
+        return 1.0
+
+    def seen(queries: int) -> int:
+        """Return how many keys the first queries see, all together."""
+        some = min(queries, keys)
+        return some * (some + 1) // 2 + (queries - some) * keys
+
+    ends = [min(math.ceil(rows / count) * at, rows) for at in range(count + 1)]
+    return count * max(seen(end) - seen(start) for start, end in itertools.pairwise(ends)) / seen(rows)
+
+
 def recurrent(op: Operator) -> int:
     """Every weight matrix multiplies every step of every sequence."""
     steps = math.prod(op.operands[0][:-1])
@@ -145,8 +161,9 @@ def log_probabilities(operands_bytes: Sequence[int], results_bytes: Sequence[int
 
 Rule = str | Callable[[Operator], OpRule]
 Directions = tuple[tuple[Collective, ...], tuple[Collective, ...]]  # forward and backward
-# From the mesh, the axes over which an operator merges, and the local shape and element size of its first operand.
-Inside = Callable[[Mesh, tuple[str, ...], tuple[int, ...], int], Directions]
+# From the mesh, the axes over which an operator merges, the local shapes of its operands, and the element size of the
+# first of them.
+Inside = Callable[[Mesh, tuple[str, ...], Sequence[Shape], int], Directions]
 
 
 @dataclass(frozen=True)
@@ -216,6 +233,8 @@ class Row:
     ``differentiable``: how many of its results, from the first on, carry a gradient; None: all that are not integers.
     ``draws``: it draws random numbers, and its rule and local form see to it that they do not depend on the split.
     ``inside``: the collectives that it does where a factor marked ``&`` is split.
+    ``busiest``: the work of the rank that has most of it, beside the mean of all, where factors are split into so many
+    parts; None: all have as much.
     ``identity``: when a graph leaves it out, as its result is its operand.
     ``checks``: it makes nothing and only asserts, so that a graph leaves it out.
     ``casts``: it changes the dtype alone, so that a pin passes it.
@@ -231,6 +250,7 @@ class Row:
     differentiable: int | None = None
     draws: bool = False
     inside: Inside | None = None
+    busiest: Callable[[Operator, Mapping[str, int]], float] | None = None
     identity: Identity | None = None
     checks: bool = False
     casts: bool = False
@@ -256,24 +276,36 @@ class Row:
         return saves.within(operator)
 
 
-def batch_statistics(mesh: Mesh, axes: tuple[str, ...], local: Sequence[int], itemsize: int) -> Directions:
+def batch_statistics(mesh: Mesh, axes: tuple[str, ...], local: Sequence[Shape], itemsize: int) -> Directions:
     """Forward, every rank gathers the mean and the summed squared deviations; backward, two sums are reduced."""
-    statistics_bytes = _of_channels(local, itemsize)
+    statistics_bytes = _of_channels(local[0], itemsize)
     gathered = Collective("all_gather", axes, statistics_bytes * mesh.extent(axes))
     return (gathered,), (Collective("all_reduce", axes, statistics_bytes),)
 
 
-def running_statistics(mesh: Mesh, axes: tuple[str, ...], local: Sequence[int], itemsize: int) -> Directions:
+def running_statistics(mesh: Mesh, axes: tuple[str, ...], local: Sequence[Shape], itemsize: int) -> Directions:
     """The running mean and variance are averaged over the ranks; the normalisation itself needs no other part."""
-    return (Collective("all_reduce", axes, _of_channels(local, itemsize)),), ()
+    return (Collective("all_reduce", axes, _of_channels(local[0], itemsize)),), ()
 
 
-def class_statistics(mesh: Mesh, axes: tuple[str, ...], local: Sequence[int], itemsize: int) -> Directions:
+def class_statistics(mesh: Mesh, axes: tuple[str, ...], local: Sequence[Shape], itemsize: int) -> Directions:
     """Every rank merges two statistics of a share of the samples, and gathers one of all and the sum of each share."""
-    ranks, samples = mesh.extent(axes), local[0] * math.prod(local[2:])
+    logits = local[0]
+    ranks, samples = mesh.extent(axes), logits[0] * math.prod(logits[2:])
     share = max(1, math.ceil(samples / ranks))
     exchanged = Collective("all_to_all", axes, 2 * share * max(itemsize, 4) * ranks)
     return (exchanged, Collective("all_gather", axes, (share + 1) * max(itemsize, 4) * ranks)), ()
+
+
+def ring_of_keys(mesh: Mesh, axes: tuple[str, ...], local: Sequence[Shape], itemsize: int) -> Directions:
+    """Blocks of keys and values go to the next rank; backward their gradients follow, which return to their rank.
+
+    The gradients are sums over the ranks, of float32 at least.
+    """
+    rounds, entries = mesh.extent(axes), sum(math.prod(shape) for shape in local[1:3])
+    block = Collective("shift", axes, entries * itemsize)
+    gradients = Collective("shift", axes, entries * max(itemsize, 4))
+    return (block,) * (rounds - 1), (block, gradients) * (rounds - 1) + (gradients,)
 
 
 def _of_channels(local: Sequence[int], itemsize: int) -> int:

@@ -256,7 +256,17 @@ _ROWS: tuple[tuple[str, Row], ...] = (
         Row(layers.batch_norm_in_evaluation, OPERANDS, differentiable=1),
     ),
     ("embedding", Row(layers.embedding, _operands(1), facts.none, facts.looked_up)),
-    ("scaled_dot_product_attention", Row(layers.attention, EVERYTHING, facts.attention, draws=True)),
+    (
+        "scaled_dot_product_attention",
+        Row(
+            layers.attention,
+            EVERYTHING,
+            facts.attention,
+            draws=True,
+            inside=facts.ring_of_keys,
+            busiest=facts.causal_rows,
+        ),
+    ),
     ("max_pool1d", Row(layers.pooling(1), _POOLED)),
     ("max_pool2d", Row(layers.pooling(2), _POOLED)),
     ("max_pool3d", Row(layers.pooling(3), _POOLED)),
@@ -414,5 +424,6 @@ def internal_collectives(
     inside_of = row_of(op).inside
     if inside_of is None:
         raise StrategyError(f"the rule of {op} merges over {', '.join(axes)}, and its row has no column inside=")
-    local = rule.operand_layout(0, strategy).local_shape(operands[0], mesh, 0)  # rank 0 holds the largest parts
+    # Rank 0 holds the largest parts.
+    local = [rule.operand_layout(i, strategy).local_shape(shape, mesh, 0) for i, shape in enumerate(operands)]
     return inside_of(mesh, axes, local, itemsize)

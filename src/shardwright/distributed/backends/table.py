@@ -29,7 +29,7 @@ class Way:
 
 _RING, _PAIRS = Way("ring"), Way("pairs")
 # NCCL may choose trees, which cross hosts with as few as half of a ring's bytes for an all-reduce.
-_WAYS = {"all_reduce": _RING, "all_gather": _RING, "reduce_scatter": _RING, "all_to_all": _PAIRS}
+_WAYS = {"all_reduce": _RING, "all_gather": _RING, "reduce_scatter": _RING, "all_to_all": _PAIRS, "shift": _RING}
 
 
 # What ProcessGroupGloo and ProcessGroupNCCL have a name for; NCCL has more on some GPUs, in 8 bits.
@@ -138,6 +138,7 @@ GLOO = Backend(
         "all_gather": Way("ring", lambda members, buffer_bytes: 2 * (members - 1)),
         "reduce_scatter": Way("pairs", lambda members, buffer_bytes: members - 1),
         "all_to_all": Way("pairs", lambda members, buffer_bytes: members - 1),
+        "shift": Way("ring", lambda members, buffer_bytes: members - 1),
     },
     header_bytes=144,
 )

@@ -91,7 +91,7 @@ def _flows_of(
 ) -> Iterator[tuple[tuple[str, str], float]]:
     """Return what one collective sends among members that are on these hosts."""
     ranks = Counter(places)
-    if _meet_within_hosts(places, backend):
+    if collective.kind != "shift" and _meet_within_hosts(places, backend):
         yield from ((pair, _host_sends(collective, ranks)) for pair in permutations(ranks, 2))
         return
     if backend.host_by_host and len(ranks) > 1:

@@ -36,16 +36,6 @@ _APART = 0.05  # by which half precision may round otherwise, beside the largest
 _FEWEST_GPU = 1 << 23  # scores of a causal block on a GPU: starting the kernels of more blocks takes longer
 
 
-def causal_attention(
-    query: Tensor, key: Tensor, value: Tensor, first_query: int, scale: float | None, enable_gqa: bool
-) -> Tensor:
-    """Causal attention of the queries from ``first_query`` on, over all keys."""
-    seen = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril(first_query)
-    return functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=seen, scale=scale, enable_gqa=enable_gqa
-    )
-
-
 def attention_by(
     backends: Sequence[str], query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool,
     scale: float | None, enable_gqa: bool,

@@ -15,13 +15,14 @@ from shardwright.compiler.capture import operators
 from shardwright.compiler.capture.tracing import written
 from shardwright.compiler.lower.operators.attention import attention_by as attention_by
 from shardwright.compiler.lower.operators.attention import attention_with_dropout as attention_with_dropout
-from shardwright.compiler.lower.operators.attention import causal_attention as causal_attention
 from shardwright.compiler.lower.operators.batch_norm import batch_norm as batch_norm
 from shardwright.compiler.lower.operators.batch_norm import batch_norm_of_replica as batch_norm_of_replica
 from shardwright.compiler.lower.operators.batch_norm import batch_norm_per_replica as batch_norm_per_replica
 from shardwright.compiler.lower.operators.batch_norm import batch_norm_running as batch_norm_running
 from shardwright.compiler.lower.operators.batch_norm import sum_in_place as sum_in_place
 from shardwright.compiler.lower.operators.guard import Guard
+from shardwright.compiler.lower.operators.ring_attention import causal_attention as causal_attention
+from shardwright.compiler.lower.operators.ring_attention import ring_attention as ring_attention
 from shardwright.compiler.mesh.collectives import Axes, Communicator
 
 Sizes = Sequence[int]

@@ -4,11 +4,11 @@ Seconds: an operator takes the longest of its share of flops, its share of bytes
 part that the hardware does not overlap (`Hardware.at_once`); three times that with its backward. Fused attention
 multiplies at a speed of its own (`Hardware.attention`), and its backward makes the scores again. A collective takes
 what the hardware's curve says for its kind, its bytes, its number of ranks and its link (`Hardware.collective_s`).
-Nothing overlaps in such a sum: `plan.timing` subtracts the communication that is hidden, and `Seconds.hiding` gives
-bounds of it that are sums. A parameter takes the optimizer's update, which reads its shard, the
-gradient and the states, and writes all of them but the gradient (`Hardware.updating`), and a little more where it is
-sharded. Other leaves cost nothing. What any step takes besides (`Hardware.around_s`) decides nothing, and is added by
-`plan.timing`.
+Nothing overlaps in such a sum but what goes on inside of an operator, round by round (`Seconds.inside`): `plan.timing`
+subtracts the communication that is hidden, and `Seconds.hiding` gives bounds of it that are sums. A parameter takes the
+optimizer's update, which reads its shard, the gradient and the states, and writes all of them but the gradient
+(`Hardware.updating`), and a little more where it is sharded. Other leaves cost nothing. What any step takes besides
+(`Hardware.around_s`) decides nothing, and is added by `plan.timing`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple, Protocol, get_args
 
 import torch
 
-from shardwright.compiler.capture.facts import bytes_moved, flops
+from shardwright.compiler.capture.facts import bytes_moved, flops, operator_of
 from shardwright.compiler.capture.ir import Node, Value
 from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.mesh.mesh import Link, Mesh
@@ -76,6 +76,17 @@ class Objective(Protocol):
 
     def leaf(self, value: Value, layout: Layout, mesh: Mesh) -> float:
         """Return the cost of holding a leaf in a layout, and of updating it."""
+
+
+def largest_inside(graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> int:
+    """Return the most bytes of buffers of the collectives inside an operator at once.
+
+    Of blocks that are shifted the forward has the one that is here and the one that comes; the backward has three of
+    their gradients, too.
+    """
+    forward, backward = graph.collectives_inside(node, strategy, mesh)
+    at_once = ((c, count if c.kind == "shift" else 1) for of, count in ((forward, 2), (backward, 5)) for c in of)
+    return max((c.bytes * count for c, count in at_once), default=0)
 
 
 def operator_collectives(graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> list[Collective]:
@@ -215,11 +226,32 @@ class Seconds:
 
     def operator(self, graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> float:
         computing_s = self.computing(graph, node, strategy, mesh) * self._times(graph, node)
-        return computing_s + self._sum(operator_collectives(graph, node, strategy, mesh), mesh)
+        return computing_s + sum(self.inside(graph, node, strategy, mesh))
+
+    def inside(self, graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> PerDirection:
+        """Return the seconds of the communication inside ``node``, forward and backward, without what is hidden there.
+
+        A block is shifted beside the computing of all rounds but the last.
+        """
+        ways = graph.collectives_inside(node, strategy, mesh)
+        if ways == ((), ()):
+            return NEITHER
+        once_s = self.computing(graph, node, strategy, mesh)
+        computing_s = once_s, once_s * backward_times(graph, node)
+        return PerDirection(*(self._exposed_s(*way, mesh) for way in zip(ways, computing_s, strict=True)))
+
+    def _exposed_s(self, collectives: Sequence[Collective], computing_s: float, mesh: Mesh) -> float:
+        seconds = self._sum(collectives, mesh)
+        shifts = [collective for collective in collectives if collective.kind == "shift"]
+        if not shifts or not self.hardware.prefetches:
+            return seconds
+        rounds = mesh.extent(shifts[0].axes)
+        together_s = min(self._sum(shifts, mesh), computing_s * (rounds - 1) / rounds)
+        return seconds - self.hardware.hides_gradients * together_s
 
     def computing(self, graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> float:
-        """Return the seconds that the forward of ``node`` computes, all of them."""
-        return self._once_s(graph, node, _parts(strategy, mesh))
+        """Return the seconds that the forward of ``node`` computes on the busiest rank, all of them."""
+        return self._once_s(graph, node, _parts(graph, node, strategy, mesh))
 
     def floor(self, graph: RuledGraph, node: Node, devices: int) -> float:
         return self._once_s(graph, node, graph.rules[node.name].most_parts(devices)) * self._times(graph, node)
@@ -235,22 +267,22 @@ class Seconds:
         return backward_times(graph, node) * self.computing(graph, node, strategy, mesh)
 
     def forward(self, graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> float:
-        inside = graph.collectives_inside(node, strategy, mesh)[0]
         computing_s = self.computing(graph, node, strategy, mesh)  # what is repeated is a part of the backward
-        return computing_s * (1 - self.computing_hidden.backward) + self._sum(inside, mesh)
+        inside_s = self.inside(graph, node, strategy, mesh).forward
+        return computing_s * (1 - self.computing_hidden.backward) + inside_s
 
     def longest_part(self, graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> ComputingPart:
         """Return what takes longest of computing ``node``."""
-        each_s = self._each_s(graph, node, _parts(strategy, mesh))
+        each_s = self._each_s(graph, node, _parts(graph, node, strategy, mesh))
         return COMPUTING_PARTS[each_s.index(max(each_s))]
 
-    def _each_s(self, graph: RuledGraph, node: Node, parts: int) -> tuple[float, float, float]:
+    def _each_s(self, graph: RuledGraph, node: Node, parts: float) -> tuple[float, float, float]:
         work = work_of(graph, node)
         work_s = work.flops / (self.hardware.flops_in(work.dtype) * (self.hardware.attention if work.attention else 1))
         traffic_s = work.bytes / self.hardware.memory_bandwidth
         return work_s / parts, traffic_s / parts, self.hardware.launch_s
 
-    def _once_s(self, graph: RuledGraph, node: Node, parts: int) -> float:
+    def _once_s(self, graph: RuledGraph, node: Node, parts: float) -> float:
         each_s = self._each_s(graph, node, parts)
         longest_s = max(each_s)
         return longest_s + (1 - self.hardware.at_once) * (sum(each_s) - longest_s)
@@ -321,8 +353,15 @@ def _road(
     return mesh.extent(axes), where, beside, given
 
 
-def _parts(strategy: Strategy, mesh: Mesh) -> int:
-    return mesh.extent(axis for axes in strategy.axes for axis in axes)
+def _parts(graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> float:
+    """Return into how many parts the work of ``node`` is split that are as large as the largest."""
+    parts = mesh.extent({axis for axes in strategy.axes for axis in axes})
+    busiest = row_of(node.op).busiest
+    if busiest is None or parts == 1:
+        return parts
+    factors = zip(graph.rules[node.name].factors, strategy.axes, strict=True)
+    cut = {factor.name: mesh.extent(axes) for factor, axes in factors}
+    return parts / busiest(operator_of(node, graph.capture), cut)
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,14 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property
 from importlib import resources
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
 from shardwright.common.schema import SchemaError, checked, from_json
 from shardwright.common.system_errors import in_words
 from shardwright.common.whole_file import write_whole
-from shardwright.compiler.mesh.redistribute import CollectiveKind
+from shardwright.compiler.mesh.redistribute import COLLECTIVES, CollectiveKind
 from shardwright.compiler.plan.pricing.links import Curve, LinkCost, LinkKind, LinkTime, Segment, link_time
 from shardwright.distributed.backends.table import BACKENDS, NCCL, Buckets, DeviceType, backend_called, usual_backend
 from shardwright.errors import UsageError
@@ -48,7 +48,7 @@ def profile_of(device_name: str) -> str | None:
 
 FORMAT = "shardwright hardware profile"
 VERSION = 1
-_KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
+_KINDS = frozenset(COLLECTIVES.values())
 _AMONG_CPUS = usual_backend("cpu", shared=True).name
 
 
@@ -153,7 +153,12 @@ class Hardware:
     def collective_s(
         self, kind: CollectiveKind, size_bytes: float, ranks: int, where: LinkKind, per_host: int = 1
     ) -> float:
-        """The seconds of a collective on a buffer of ``size_bytes``; ``per_host`` as in `LinkCost`."""
+        """The seconds of a collective on a buffer of ``size_bytes``; ``per_host`` as in `LinkCost`.
+
+        A shift is one of the steps in which an all-gather goes round a ring.
+        """
+        if kind == "shift":
+            return self.collective_s("all_gather", ranks * size_bytes, ranks, where, per_host) / (ranks - 1)
         key = kind, ranks, where, per_host
         if key not in self._times:
             found = link_time(self.links, *key)
@@ -282,7 +287,7 @@ def _of_file(found: _ProfileFile) -> Hardware:
         raise UsageError('flops needs a figure for "float32"')
     for where in {link.where for link in found.links}:
         if missing := [k for k in _KINDS if not any(c.collective == k and c.where == where for c in found.links)]:
-            raise UsageError(f"the links {where} hosts lack {', '.join(missing)}")
+            raise UsageError(f"the links {where} hosts lack {', '.join(sorted(missing))}")
     if found.backend and found.backend not in BACKENDS:
         raise UsageError(f"backend is {found.backend!r}; expected one of {', '.join(BACKENDS)}")
     _refuse_figures(found)

@@ -26,7 +26,7 @@ from shardwright.compiler.capture.ir import Node, Value
 from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.mesh.redistribute import possible
-from shardwright.compiler.plan.pricing.cost import Objective, operator_collectives
+from shardwright.compiler.plan.pricing.cost import Objective, largest_inside
 from shardwright.compiler.plan.pricing.graph import RuledGraph, Target, Use, each_made_by, targets_of
 from shardwright.compiler.plan.pricing.pairs import pairs_on
 from shardwright.compiler.plan.search.bounds import WarmStart
@@ -172,7 +172,7 @@ class CostCache:
 
 
 def _largest_inside(graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> float:
-    return max((c.bytes for c in operator_collectives(graph, node, strategy, mesh)), default=0)
+    return largest_inside(graph, node, strategy, mesh)
 
 
 def _alike(facts: Value) -> Hashable:

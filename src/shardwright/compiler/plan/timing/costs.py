@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -118,13 +118,12 @@ class Costs:
         found = [*forward, *backward, *again]
         if not found:
             return None
-        forward_s, again_s, seconds = map(self._seconds, (forward, again, found))
+        inside_s = self.objective.inside(plan.graph, node, strategy, plan.mesh)
+        forward_s, again_s = inside_s.forward, inside_s.forward if again else 0.0
+        seconds = sum(inside_s) + again_s
         sent = sum(c.sent_bytes(plan.mesh) for c in found)
         kinds = tuple(dict.fromkeys(c.kind for c in found))
         return Communication(kinds, _axes(found), node.name, node.scope, len(found), sent, seconds, forward_s, again_s)
-
-    def _seconds(self, collectives: Iterable[Collective]) -> float:
-        return sum(self.objective.collective(c, self.plan.mesh) for c in collectives)
 
 
 def _axes(collectives: Sequence[Collective]) -> tuple[str, ...]:

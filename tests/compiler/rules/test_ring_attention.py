@@ -1,0 +1,214 @@
+"""Attention over keys that are split along the sequence is attention over all of them, forward and backward."""
+
+import math
+import warnings
+
+import pytest
+import torch
+from rule_cases import Draw, explore
+from torch.nn import functional as F
+
+from rulecheck import Invocation, check, rule_for
+from shardwright.compiler.lower.operators import attention_parts
+from shardwright.compiler.lower.operators.attention_parts import parts_of
+from shardwright.compiler.lower.operators.ring_attention import causal_attention, ring_attention
+from shardwright.compiler.mesh.layout import Layout
+from shardwright.compiler.mesh.mesh import Mesh
+from shardwright.compiler.mesh.simulate import simulate
+from shardwright.compiler.rules.notation import parse
+from shardwright.errors import StrategyError
+
+ATTENTION = "aten.scaled_dot_product_attention.default"
+MESHES = [Mesh.of(a=2), Mesh.of(a=3), Mesh.of(a=6), Mesh.of(a=2, b=2), Mesh.of(a=2, b=3)]
+
+
+def x(*shape):
+    return torch.randn(shape, dtype=torch.float64).requires_grad_()
+
+
+def test_keys_are_split_along_with_queries():
+    rule = parse("* l e^, * s&l e^ -> * l").bind([(2, 12, 3), (2, 6, 3)], [(2, 12)])
+    assert str(rule) == "*0 l e^, *0 s&l e^ -> *0 l"
+    mesh = Mesh.of(a=2, b=2, c=3)
+    strategy = rule.strategy({"s": ["a"], "l": ["b"], "*0": []})
+    assert rule.strategy({"s": ["a"], "l": ["b", "a"]}) == strategy
+    assert [str(rule.operand_layout(i, strategy)) for i in range(2)] == ["[-, b·a, -]", "[-, a, -]"]
+    assert str(rule.result_layout(0, strategy, mesh)) == "[-, b·a]"
+    assert rule.merged_axes(strategy, mesh) == ("a",)
+    # Over b, where ranks have other queries and the same keys, their gradients are partial; over a all is done inside.
+    assert [rule.operand_gradient_partial(i, strategy, mesh) for i in range(2)] == [(), ("b",)]
+    found = {(rule.operand_layout(0, s).slices(mesh)[1], rule.operand_layout(1, s).slices(mesh)[1])
+             for s in rule.strategies(mesh)}  # fmt: skip
+    assert {pair for pair in found if pair[1] > pair[0]} == set()
+    assert {(12, 1), (12, 6), (2, 2), (4, 2), (3, 3), (1, 1)} <= found
+    assert rule.most_parts(24) == 24  # the rows of queries and of sequences, which keys do not multiply
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("s&l e^ -> e^", "splits a factor along with l, which no operand names alone"),
+        ("l& s&l, l -> l", None),
+        ("s&2 -> .", "cannot read 's&2'"),
+        ("*&l l -> l", r"cannot read '\*&l'"),
+    ],
+)
+def test_what_a_factor_may_be_split_along_with(text, message):
+    if message is None:
+        assert parse(text).along == (("s", "l"),)
+    else:
+        with pytest.raises(StrategyError, match=message):
+            parse(text)
+
+
+def drawn(d):
+    """Heads as attention takes them: with dims before or without, few of keys, of other lengths and widths."""
+    e, f, length, keys = d.pick([1, 3, 8]), d.pick([None, None, 5]), d.pick(range(2, 9)), d.pick([None, None, 2, 5, 9])
+    keys, f = length if keys is None else keys, e if f is None else f
+    form = d.pick(["plain", "grouped", "broadcast", "bare", "many"])
+    before = {"plain": ((2, 3),) * 3, "grouped": ((2, 4), (2, 2), (2, 2)), "broadcast": ((2, 3), (1, 3), (3,)),
+              "bare": ((),) * 3, "many": ((2, 1, 3),) * 3}[form]  # fmt: skip
+    shapes = zip(before, ((length, e), (keys, e), (keys, f)), strict=True)
+    heads = [d.x(*leading, *rows) for leading, rows in shapes]
+    options = {"enable_gqa": form == "grouped", "scale": d.pick([None, 0.3])}
+    return Invocation(ATTENTION, (*heads, None, 0.0, d.pick([False, True])), options)
+
+
+@pytest.mark.parametrize("examples", [40, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("blocks", [False, True], ids=["kernels", "blocks"])
+def test_a_ring_gives_what_one_device_gives(examples, blocks, monkeypatch):
+    if blocks:  # as where torch has no kernels, and few scores fit into one
+        monkeypatch.setattr(attention_parts, "_way_of", lambda heads: attention_parts._Blocks())
+        monkeypatch.setattr(attention_parts, "_MOST_CPU", 20)
+
+    def body(d: Draw) -> None:
+        invocation, mesh = drawn(d), d.pick(MESHES)
+        rule = rule_for(invocation)
+        assignment = {"s": d.pick([mesh.names, mesh.names[::-1], mesh.names[:1], mesh.names[-1:]])}
+        others = [axis for axis in mesh.names if axis not in assignment["s"]]
+        free = [rule.factors[i].name for i in rule.splittable if rule.factors[i].name != "s"]
+        if others:
+            assignment[d.pick(free)] = others
+        torch.manual_seed(0)
+        check(invocation, mesh, rule.strategy(assignment))
+
+    explore(examples, body)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_rounding_is_that_of_one_device(dtype):
+    """Beside numbers in float64, results and gradients are as near as one device's, which rounds a sum once, too."""
+    torch.manual_seed(0)
+    shapes = [(1, 4, 96, 16), (1, 2, 96, 16), (1, 2, 96, 16)]
+    whole = [torch.randn(shape, dtype=dtype) for shape in shapes]
+    gradient, mesh = torch.randn(shapes[0], dtype=dtype), Mesh.of(a=3)
+
+    def attended(heads, cotangent, attend):
+        heads = [head.clone().requires_grad_() for head in heads]
+        result = attend(*heads)
+        return [result.detach(), *torch.autograd.grad(result, heads, cotangent)]
+
+    def run(comm):
+        rows = [(32 * i, 32 * i + 32) for i in range(3)]
+        mine = slice(*rows[comm.rank])
+        parts = [t[:, :, mine] for t in (*whole, gradient)]
+
+        def ring(q, k, v):
+            return ring_attention(q, k, v, True, None, True, rows[comm.rank], rows, comm, ("a",))
+
+        return attended(parts[:3], parts[3], ring)
+
+    def one_device(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    found = [torch.cat(parts, 2) for parts in zip(*simulate(mesh, run), strict=True)]
+    exact = attended([t.double() for t in whole], gradient.double(), one_device)
+    for ours, theirs, true in zip(found, attended(whole, gradient, one_device), exact, strict=True):
+        assert ours.dtype == dtype
+        assert (ours - true).abs().max() <= 1.5 * (theirs - true).abs().max() + torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("queries", [(0, 0), (0, 5), (3, 8), (6, 9)])
+@pytest.mark.parametrize("keys", [(0, 0), (0, 8), (2, 4), (5, 9), (7, 8)])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_parts_are_what_queries_see_once(queries, keys, is_causal):
+    seen = torch.zeros(9, 9, dtype=torch.int64)
+    for part in parts_of(queries, keys, is_causal):
+        rows, columns = seen[slice(*queries)][part.queries], slice(*keys)
+        block = rows[:, columns][:, part.keys]
+        block += torch.ones_like(block).tril() if part.diagonal else 1
+        assert not part.diagonal or block.shape[0] == block.shape[1]
+    expected = torch.zeros_like(seen)
+    expected[slice(*queries), slice(*keys)] = 1
+    assert torch.equal(seen, expected.tril() if is_causal else expected)
+
+
+def test_a_rank_holds_two_blocks_at_most_and_no_mask_of_all_keys(monkeypatch):
+    """No tensor that is made has as many numbers as all keys, or as scores of the queries here with them."""
+    torch.manual_seed(0)
+    length, width, ranks = 64, 4, 8
+    rows = [(8 * i, 8 * i + 8) for i in range(ranks)]
+    heads = [torch.randn(1, 1, length, width, dtype=torch.float64) for _ in range(3)]
+
+    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
+        largest = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            made = func(*args, **(kwargs or {}))
+            for tensor in made if isinstance(made, (tuple, list)) else [made]:
+                if isinstance(tensor, torch.Tensor):
+                    Sizes.largest = max(Sizes.largest, tensor.nbytes // 8)
+            return made
+
+    def run(comm):
+        parts = [t[:, :, slice(*rows[comm.rank])].clone().requires_grad_() for t in heads]
+        with Sizes():
+            made = ring_attention(*parts, True, None, False, rows[comm.rank], rows, comm, ("a",))
+            made.sum().backward()
+
+    simulate(Mesh.of(a=ranks), run)
+    block = 2 * (length // ranks) * width
+    assert Sizes.largest == block < length * width
+    assert Sizes.largest < length // ranks * length
+
+
+def test_causal_queries_from_the_middle_on_make_no_mask():
+    torch.manual_seed(0)
+    heads = x(2, 4, 3, 8), x(2, 2, 9, 8), x(2, 2, 9, 8)
+    seen = torch.ones(3, 9, dtype=torch.bool).tril(4)
+    expected = F.scaled_dot_product_attention(*heads, attn_mask=seen, enable_gqa=True)
+    found = causal_attention(*heads, 4, None, True)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
+
+
+def test_kernels_that_give_something_else_are_not_used():
+    class Wrong(attention_parts._CpuKernels):
+        def gradients(self, *given):
+            of_query, *rest = super().gradients(*given)
+            return 2 * of_query, *rest
+
+    class Missing(attention_parts._CpuKernels):
+        def attend(self, *given):
+            raise RuntimeError("no kernel image")
+
+    given = torch.device("cpu"), torch.bfloat16, 16
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kernels = attention_parts._CpuKernels()
+        assert attention_parts._checked(kernels, *given) is kernels
+    for way, problem in ((Wrong(), "deviate by 1"), (Missing(), "no kernel image")):
+        with pytest.warns(UserWarning, match=f"torch's kernels cannot be used: .*{problem}"):
+            assert isinstance(attention_parts._checked(way, *given), attention_parts._Blocks)
+
+
+def test_what_a_ring_cannot_do_is_not_offered():
+    """Dropout, masks and kernels that the step has chosen: keys stay whole, and a strategy that splits them is none."""
+    heads = x(2, 2, 4, 4), x(2, 2, 4, 4), x(2, 2, 4, 4)
+    for more in ((None, 0.1), (torch.ones(4, 4, dtype=torch.bool),)):
+        rule = rule_for(Invocation(ATTENTION, (*heads, *more)))
+        with pytest.raises(StrategyError, match="factor 's' may not be split"):
+            rule.strategy({"s": ["a"]})
+    assert rule_for(Invocation(ATTENTION, heads)).operand_layout(
+        1, rule_for(Invocation(ATTENTION, heads)).strategy({"s": ["a"]})
+    ) == Layout.split(4, {2: ["a"]})
+    assert math.isinf(attention_parts.nothing_attended(heads[0], heads[2])[1][0, 0, 0])
