@@ -55,6 +55,11 @@ class Published:
         ids = torch.zeros(rows, self.length, dtype=torch.long)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
 
+    @property
+    def filled(self) -> frozenset[tuple[int, int]]:
+        """What is known of a batch on the meta device: the mask, its second tensor, hides nothing."""
+        return frozenset([(1, 1)] if self.length else [])
+
 
 def _llama(rows: int, length: int, width: int, hidden: int, layers: int, heads: int) -> Published:
     sizes = {"hidden_size": width, "intermediate_size": hidden, "num_hidden_layers": layers}
@@ -70,6 +75,7 @@ def _encoder(layers: int, **more: int) -> dict[str, int]:
 
 MODELS: Mapping[str, Published] = {
     "llama_8b": _llama(64, 2048, 4096, 14336, 32, 32),
+    "llama_8b_128k": _llama(1, 131072, 4096, 14336, 32, 32),
     "llama_70b": _llama(256, 4096, 8192, 28672, 80, 64),
     "mixtral_8x7b": Published("MixtralForCausalLM", 64, 2048, {"num_hidden_layers": 32}),
     "t5_3b": Published(
@@ -128,7 +134,8 @@ def captured(case: Case) -> Any:
     with torch.device("meta"):
         batch = published.batch(case.batch)
         batch = {key: tensor.to(dtype) if tensor.is_floating_point() else tensor for key, tensor in batch.items()}
-        return captured_step(cls(config).to(dtype).train(), _loss, batch, {})
+        model = cls(config).to(dtype).train()
+        return captured_step(model, _loss, batch, {}, filled=published.filled)
 
 
 def planned(case: Case) -> dict[str, Any]:

@@ -46,6 +46,10 @@ class Known:
         """Return whether a value follows from what is known."""
         return name in self._names
 
+    def maker(self, name: str) -> Node | None:
+        """Return the operator that makes a known value; None of what is given."""
+        return self._makers.get(name)
+
     def value(self, name: str) -> Tensor | None:
         """Return the tensor of a value that is known, on the CPU; None where working it out takes too much memory."""
         nodes = self._makers_of(name)

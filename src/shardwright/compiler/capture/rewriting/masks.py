@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,12 +16,12 @@ from torch import Tensor
 from shardwright.compiler.capture.check import check
 from shardwright.compiler.capture.ir import Capture, Filled, Node, Pin, without_unused
 from shardwright.compiler.capture.rewriting.known import Known, constant
+from shardwright.compiler.capture.rewriting.large_masks import Mask, kind_within
 from shardwright.compiler.capture.rewriting.writer import Writer
 from shardwright.compiler.rules.notation import Operand
 from shardwright.compiler.rules.row import named_arguments
 from shardwright.compiler.rules.table import Column, column, row_of
 
-Mask = Literal["none", "causal", "other"]
 ATTENTION: Column[bool] = column(("scaled_dot_product_attention", True))
 _EMBEDDING: Column[bool] = column(("embedding", True))
 _LOOKUP: Column[bool] = column(("index.Tensor", True))
@@ -67,11 +66,11 @@ class _Masks:
 
     def _kind(self, mask: str, queries: int, keys: int) -> Mask:
         if self._known.has(mask):
-            return kind_of(self._known.value(mask), queries, keys)
+            return kind_within(self._known, mask, queries, keys, kind_of)
         inputs = self._inputs(mask)
         for number in (1, 0) if inputs else ():
             known = Known(self._capture, dict.fromkeys(inputs, number))
-            kind = kind_of(known.value(mask), queries, keys) if known.has(mask) else "other"
+            kind = kind_within(known, mask, queries, keys, kind_of) if known.has(mask) else "other"
             if kind != "other":
                 needed = frozenset((self._places[name], number) for name in inputs)
                 self.conditions |= needed
