@@ -12,6 +12,8 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from shardwright.common import stages, trees
+from shardwright.compiler.capture.capture import flatten_batch
+from shardwright.compiler.capture.ir import Filled
 from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.capture.tracing.gpu_autocast import NOTE, autocast_without_gpu
 from shardwright.compiler.mesh.mesh import Mesh
@@ -26,7 +28,9 @@ from shardwright.compiler.plan.searches import Mode, SearchName
 from shardwright.distributed.backends.table import usual_backend
 from shardwright.distributed.precision import Precision, within
 from shardwright.errors import ShardwrightError, UsageError
+from shardwright.runtime.graphs.filled import filled_of
 from shardwright.runtime.verification.build import BuildFunction, BuiltModel
+from shardwright.runtime.verification.filled_tensors import FilledTensors
 
 T = TypeVar("T")
 
@@ -99,6 +103,7 @@ class FilePlanner:
     progress: Callable[[str], None] | None = None
     notes: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    _filled: FilledTensors = field(default_factory=FilledTensors)
 
     def timed(self, stage: str, make: Callable[[], T], detail: str = "") -> T:
         """Return what ``make`` returns; its seconds are added to those of the stage."""
@@ -123,7 +128,11 @@ class FilePlanner:
             batch = built.batches[0] if rows is None else with_rows(built.batches[0], rows)
             graph = self.timed(
                 "capturing",
-                lambda: RuledGraph.of(captured_step(built.model, loss_fn, batch, built.pins, device=self._device)),
+                lambda: RuledGraph.of(
+                    captured_step(
+                        built.model, loss_fn, batch, built.pins, device=self._device, filled=self._filled_of(built)
+                    )
+                ),
                 "" if rows is None else f" a batch of {rows} rows",
             )
             self._note(*[NOTE] * autocast())
@@ -161,12 +170,17 @@ class FilePlanner:
         """A model that is too large for this machine can be planned, as long as its making reads no values."""
         build = self.function.load()
         try:
-            with torch.device("meta"):
+            with torch.device("meta"), self._filled:
                 return build()
         except ShardwrightError as error:
             reason = str(error).splitlines()[0]
         self._note(f"built with storage, since it cannot be built on the meta device: {reason}")
         return build()
+
+    def _filled_of(self, built: BuiltModel) -> frozenset[Filled]:
+        """Return which tensors of the batch have one number in every entry, as a run of it finds."""
+        tensors = flatten_batch(built.batches[0])
+        return self._filled.among(tensors) | filled_of(tensors)
 
     @property
     def _device_type(self) -> str:
