@@ -57,6 +57,43 @@ def test_fused_attention_multiplies_at_its_own_speed_and_its_backward_makes_the_
     assert seconds.floor(made.graph, node, 2) == pytest.approx(3.5 * forward_s)
 
 
+def test_a_ring_takes_what_the_busiest_rank_computes_and_hides_the_blocks_beside_it():
+    """Causal: the last of P ranks sees all P blocks, half of its own one. A block travels beside all but one round."""
+    heads = torch.ones(1, 2, 64, 8)
+
+    def loss_fn(weight, x):
+        return F.scaled_dot_product_attention(x, x, x * weight.weight, is_causal=True).sum()
+
+    captured, mesh = captured_step(torch.nn.Linear(8, 1, bias=False), loss_fn, heads, {}), Mesh.of(d=4)
+    made = make_plan(captured, PlanRequest(mesh, "data", hardware=CPU))
+    [node] = [node for node in captured.nodes if "scaled_dot_product" in node.op]
+    ring = made.graph.rules[node.name].strategy({"s": ["d"]})
+    h100 = replace(shipped("h100"), launch_s=1e-12, memory_bandwidth=1e15, attention=1.0)
+    block, gradients = 2 * 2 * 16 * 8 * 4, 2 * 2 * 16 * 8 * 4
+    whole_s = 2 * (2 * 2 * 64 * 64 * 8) / 2
+    forward, backward = made.graph.collectives_inside(node, ring, mesh)
+    assert [c.bytes for c in forward] == [block] * 3
+    assert [c.bytes for c in backward] == [block, gradients] * 3 + [gradients]
+    shift_s = Seconds(h100).collective(Collective("shift", ("d",), block), mesh)
+    gathered = Collective("all_gather", ("d",), 4 * block)
+    assert shift_s == pytest.approx(Seconds(h100).collective(gathered, mesh) / 3)
+    for flops, hides, hidden in ((1e12, 0.0, 0), (1.0, 0.9, 0.9), (1.0, 1.0, 1.0)):
+        seconds = Seconds(replace(h100, flops=(("float32", flops),), hides_gradients=hides))
+        computing_s = seconds.computing(made.graph, node, ring, mesh)
+        assert computing_s == pytest.approx(whole_s / flops / 4 * (2 - 1 / 4), rel=0.02)  # ends of the triangle
+        inside = seconds.inside(made.graph, node, ring, mesh)
+        assert inside.forward == pytest.approx(3 * shift_s * (1 - hidden))
+        assert inside.backward == pytest.approx(7 * shift_s * (1 - hidden))
+        total = seconds.operator(made.graph, node, ring, mesh)
+        assert total == pytest.approx(3.5 * computing_s + sum(inside))
+    # Where computing is short, no more is hidden than it takes.
+    quick = Seconds(replace(h100, flops=(("float32", 1e15),), hides_gradients=1.0))
+    computing_s = quick.computing(made.graph, node, ring, mesh)
+    assert quick.inside(made.graph, node, ring, mesh).forward == pytest.approx(3 * shift_s - computing_s * 3 / 4)
+    # On a backend that does not run collectives beside computing nothing is.
+    assert Seconds(replace(h100, backend="gloo")).inside(made.graph, node, ring, mesh).forward >= 3 * shift_s * 0.99
+
+
 @pytest.mark.parametrize(("name", "times"), [("sgd", 3), ("adamw", 7)])
 def test_the_step_of_the_optimizer_is_part_of_a_step(plan, name, times):
     """It reads parameters, gradients and states, and writes parameters and states."""
