@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shardwright.compiler.mesh.collectives import Axes, Communicator, views_into
+from shardwright.common.torch_private import views_into
+from shardwright.compiler.mesh.collectives import Axes, Communicator
 from shardwright.compiler.mesh.layout import chunk
 from shardwright.compiler.mesh.mesh import MICROBATCHES, PIPELINE, Axis, Mesh
 
