@@ -1,23 +1,27 @@
 """Pins: the strategies that fulfil them, what is said where none does, and what they leave to the search."""
 
+import functools
 import itertools
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
+import shardwright as sw
 from shardwright.compiler.capture.ir import Node, Pin
 from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.plan.make import make_plan
+from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.cost import Seconds
 from shardwright.compiler.plan.pricing.hardware import shipped
 from shardwright.compiler.plan.request import PlanRequest
 from shardwright.compiler.plan.spaces import pinned_strategies
 from shardwright.compiler.rules.notation import parse
-from shardwright.errors import StrategyError
+from shardwright.errors import PlanError, StrategyError
 from whole import true_cost
 
 EIGHT = Mesh.of(d=8).atomic()
@@ -48,6 +52,45 @@ def test_axes_of_other_sizes_are_found():
     rule = parse("m k+, k+ n -> m n").bind([(6, 6), (6, 6)], [(6, 6)])
     [strategy] = pinned_strategies(matmul(((3, 2), (2, 1))), rule, six)
     assert strategy.axes == (("b",), ("a",), ())
+
+
+class Attending(nn.Module):
+    def __init__(self, pins):
+        super().__init__()
+        self.project = nn.Linear(8, 24)
+        self.attend = sw.shard(functools.partial(F.scaled_dot_product_attention, is_causal=True), pins)
+
+    def forward(self, x):
+        heads = self.project(x).view(*x.shape[:2], 3, 2, 4).permute(2, 0, 3, 1, 4)
+        return self.attend(*heads.unbind(0)).square().sum()
+
+
+def attention_plan(*slices):
+    model = Attending(tuple(slices))
+    captured = captured_step(model, lambda m, b: m(b), torch.randn(1, 8, 8), {})
+    plan = make_plan(captured, PlanRequest(Mesh.of(a=2, b=2), "semi-auto"))
+    [node] = [node for node in captured.nodes if "scaled_dot_product" in node.op]
+    factors = zip(plan.graph.rules[node.name].factors, plan.strategies[node.name].axes, strict=True)
+    return plan, node, {factor.name: axes for factor, axes in factors if axes}
+
+
+@pytest.mark.parametrize(
+    ("keys", "axes"),
+    [(4, {"l": ("a", "b"), "s": ("a", "b")}), (2, {"l": ("a", "b"), "s": ("a",)}), (1, {"l": ("a", "b")})],
+)
+def test_keys_take_the_axes_of_the_queries(keys, axes):
+    assert attention_plan((1, 1, 4, 1), *[(1, 1, keys, 1)] * 2)[2] == axes
+
+
+def test_keys_are_not_split_without_the_queries():
+    with pytest.raises(StrategyError, match=r"4 slices cannot be made of the axes .* that may be used for them \(2\)"):
+        attention_plan((1, 1, 2, 1), (1, 1, 4, 1), (1, 1, 4, 1))
+    plan, node, _ = attention_plan(*[(1, 1, 4, 1)] * 3)
+    strategy = plan.graph.rules[node.name].strategy({"s": ["a", "b"]})
+    at = [factor.name for factor in plan.graph.rules[node.name].factors].index("l")
+    edited = replace(strategy, axes=tuple(("b",) if i == at else axes for i, axes in enumerate(strategy.axes)))
+    with pytest.raises(PlanError, match=r"splits s of .* over a, b, and l, which it is split along with, over b;"):
+        Plan.from_json(replace(plan, strategies={**plan.strategies, node.name: edited}).to_json(), plan.graph)
 
 
 def test_an_open_operand_leaves_a_choice():

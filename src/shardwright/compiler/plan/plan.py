@@ -76,6 +76,13 @@ def _refuse_incomplete(plan: Decisions) -> None:
         rule, axes = plan.graph.rules[node.name], plan.strategies[node.name].axes
         if len(axes) != len(rule.factors) or not {i for i, cut in enumerate(axes) if cut} <= set(rule.splittable):
             raise PlanError(f"the plan was made with another rule of {node.op} than {rule}; plan again")
+        for at, other in rule.along.items():
+            if not set(axes[at]) <= set(axes[other]):
+                here, there = rule.factors[at].name, rule.factors[other].name
+                raise PlanError(
+                    f"the plan splits {here} of {node.name} over {', '.join(axes[at])}, and {there}, which it is split "
+                    f"along with, over {', '.join(axes[other]) or 'nothing'}; plan again"
+                )
 
 
 def _axes(plan: Decisions) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -83,9 +90,10 @@ def _axes(plan: Decisions) -> Iterator[tuple[str, tuple[str, ...]]]:
         yield name, (*(axis for split in layout.dims for axis in split.axes), *layout.partial)
     for name, strategy in plan.strategies.items():
         along = plan.graph.rules[name].along
-        cuts = ((at, axis) for at, axes in enumerate(strategy.axes) for axis in axes)
-        alone = (axis for at, axis in cuts if at not in along or axis not in strategy.axes[along[at]])
-        yield name, (*alone, *strategy.partial)
+        yield (
+            name,
+            (*(axis for at, axes in enumerate(strategy.axes) if at not in along for axis in axes), *strategy.partial),
+        )
 
 
 def _refuse_axes(plan: Decisions, name: str, axes: tuple[str, ...]) -> None:
