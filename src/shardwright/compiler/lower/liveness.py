@@ -16,10 +16,7 @@ from shardwright.compiler.lower.program import Instruction, LocalProgram
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.joined import beside_together
 from shardwright.compiler.plan.pricing.memory import local_bytes
-from shardwright.compiler.rules.table import Column, column
-
-# Operators whose gradients are those of their result, the same tensor.
-_PASSING: Column[bool] = column(("add", True))
+from shardwright.compiler.plan.timing.alive import PASSES_GRADIENT
 
 
 @dataclass(frozen=True)
@@ -195,8 +192,9 @@ class _Lives:
                 moving = max((self._moving[together] for together in asked), default=0)
                 buffers = max(_buffers(instruction, self._program, backward=True), moving)
                 self._note(self._alive + sum(gradients.values()) + done + made + buffers, instruction, "backward")
-                for memory in results - {memory for memory, _ in new}:
-                    gradients.pop(memory, None)
+                if not (instruction.passes_on or self._in_place(instruction)):  # whose gradients lie where they did
+                    for memory in results - {memory for memory, _ in new}:
+                        gradients.pop(memory, None)
                 whole -= {memory for memory in whole if self._first_reads.get(memory, at) == at}
                 done += sum(size for memory, size in new if not memory)
                 for late in self._late.intersection(instruction.reads):
@@ -227,7 +225,7 @@ class _Lives:
             value: Value = plan.capture.values[name]
             if value.needs_gradient:
                 size = local_bytes(value, plan.target(node, i).layout, plan.mesh, rank)
-                passed = _PASSING.of(node.op) and any(memory for memory, _ in found)
+                passed = PASSES_GRADIENT.of(node.op) and any(memory for memory, _ in found)
                 found.append((self._lies[instruction.reads[i]], 0 if passed else size))
         return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from shardwright.compiler.capture.ir import Node, Value
@@ -14,6 +14,7 @@ from shardwright.compiler.plan.decisions import Decisions, Transfer
 from shardwright.compiler.plan.pricing.cost import largest_inside, reduced_in_buckets
 from shardwright.compiler.plan.pricing.joined import SmallGather, in_gathers, small_gather, together_bytes
 from shardwright.compiler.plan.pricing.memory import Block, OptimizerStates, local_bytes
+from shardwright.compiler.plan.timing.alive import AliveBytes, SavedStorages, Storage
 from shardwright.distributed.gradients import BUCKET_BYTES
 
 
@@ -23,7 +24,8 @@ class DeviceMemory:
 
     ``activations`` are saved by autograd for the backward; ``buffers`` include constants; ``communication`` is the
     largest buffer of a collective, or of small parameters that are gathered together; ``recomputed`` is what the
-    backward makes again of the block that has most of it.
+    backward makes again of the block that has most of it. ``transient`` is by how much more is alive at once than all
+    these together, as gradients of activations and what the forward does not keep.
     """
 
     parameters: int
@@ -34,6 +36,7 @@ class DeviceMemory:
     inputs: int
     communication: int
     recomputed: int = 0
+    transient: int = 0
 
     @property
     def total(self) -> int:
@@ -48,10 +51,6 @@ class DeviceMemory:
 def device_memory_of(plan: Decisions, optimizer: OptimizerStates, rank: int = 0) -> DeviceMemory:
     """Return the bytes that ``rank`` holds; none holds more than rank 0."""
     return MemoryModel(plan, rank).held(plan, optimizer)
-
-
-Storage = tuple[object, ...]
-"""The key of a storage: a value where it is made, on its way to a target, or beside an operator."""
 
 
 class MemoryModel:
@@ -72,6 +71,7 @@ class MemoryModel:
         self._small_gathers = list(_small_gathers(plan))
         self._moved = dict(_moved(plan))
         self._sizes = dict(_sizes(plan, self._moved, size_of))
+        self._alive = AliveBytes(plan, size_of)
         # Cached by what is gathered again: of plans that differ in blocks and `again` alone nothing else moves storage.
         self._last: tuple[frozenset[tuple[str, int]], _Storages] | None = None
 
@@ -80,17 +80,24 @@ class MemoryModel:
         if plan.stages is not None:
             every = (self.of_stage(plan, optimizer, stage) for stage in range(plan.stages.count))
             return max(every, key=lambda held: held.total)
-        lying = self._lying(plan)
-        return DeviceMemory(
+        return self._held(plan, optimizer)
+
+    def _held(self, plan: Decisions, optimizer: OptimizerStates) -> DeviceMemory:
+        lying, together = self._lying(plan), self._together(plan)
+        found = DeviceMemory(
             parameters=self._leaves["parameter"],
             gradients=sum(self._trained),
             optimizer=sum(map(optimizer.bytes_for, self._trained)),
             activations=sum(_saved(plan, lying).values()),
             buffers=self._leaves["buffer"] + self._leaves["constant"],
             inputs=self._leaves["input"],
-            communication=max(self._largest_buffer, self._gathered_together(plan)),
+            communication=max(self._largest_buffer, _together_bytes(together, plan.mesh)),
             recomputed=max(_remade(plan, lying).values(), default=0),
         )
+        joined = [[transfer for transfer, _ in members] for members in together if len(members) > 1]
+        most = self._alive.most(plan, _saved_storages(plan, lying), joined)
+        always = found.parameters + found.optimizer + found.buffers + found.inputs
+        return replace(found, transient=max(0, always + most - found.total))
 
     def of_stage(self, plan: Decisions, optimizer: OptimizerStates, stage: int) -> DeviceMemory:
         """Return the bytes that a rank of a pipeline stage holds, with what it saves of all microbatches.
@@ -129,14 +136,14 @@ class MemoryModel:
                 (size for name, size in _remade(plan, self._lying(plan)).items() if name in _blocks_among(plan, names)),
                 default=0,
             ),
+            transient=self._held(plan, optimizer).transient,  # of one microbatch
         )
 
-    def _gathered_together(self, plan: Decisions) -> int:
-        """The most that is there of small parameters which programs gather together."""
+    def _together(self, plan: Decisions) -> list[list[tuple[Transfer, Value]]]:
+        """Return the small parameters that programs gather together, and how, by the collective."""
         found = [one for one in self._small_gathers if _gathers_once(one[0], plan)]
         groups = in_gathers([gathered for _, _, gathered in found])
-        moved = ([(found[i][1], found[i][0].steps[0]) for i in members] for members in groups)
-        return max((together_bytes(of, plan.mesh) for of in moved), default=0)
+        return [[found[i][:2] for i in members] for members in groups]
 
     def remade(self, plan: Decisions) -> dict[str, int]:
         """Return the bytes that the backward makes again of each block, by its name, besides the block's inputs."""
@@ -221,6 +228,16 @@ def _remade(plan: Decisions, lying: _Storages) -> dict[str, int]:
     return made
 
 
+def _saved_storages(plan: Decisions, lying: _Storages) -> SavedStorages:
+    """Return what is saved for the backward, by who saves it."""
+    by_operators = {
+        node.name: lying.kept_by[node.name] for node in plan.capture.nodes if node.name not in plan.block_of
+    }
+    given = {block.name: lying.given_to(block, plan) for block in plan.blocks}
+    inside = {block.name: {node.name: lying.kept_by[node.name] for node in block.nodes} for block in plan.blocks}
+    return SavedStorages(by_operators, given, inside)
+
+
 def _saved(plan: Decisions, lying: _Storages, among: Collection[str] | None = None) -> dict[Storage, int]:
     """Return the storages that are saved for the backward, each once, without leaves; ``among`` some operators.
 
@@ -283,6 +300,12 @@ def _small_gathers(plan: Decisions) -> Iterator[tuple[Transfer, Value, SmallGath
             value = replace(value, needs_gradient=transfer.gradient)
             if (gathered := small_gather(value, transfer.steps[0], plan.mesh)) is not None:
                 yield transfer, value, gathered
+
+
+def _together_bytes(together: Sequence[Sequence[tuple[Transfer, Value]]], mesh: Mesh) -> int:
+    """Return the most that is there of small parameters which programs gather together."""
+    moved = ([(value, transfer.steps[0]) for transfer, value in members] for members in together)
+    return max((together_bytes(of, mesh) for of in moved), default=0)
 
 
 def _gathers_once(transfer: Transfer, plan: Decisions) -> bool:

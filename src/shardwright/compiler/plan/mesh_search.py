@@ -249,7 +249,11 @@ def _part_too_large(held: DeviceMemory, limit: int) -> str:
             f"optimizer states, buffers and inputs leave {in_bytes(limit - fixed)} for it"
         )
     left = limit - fixed - held.activations - held.recomputed
-    return f"buffers of collectives are {in_bytes(held.communication)}, and all else leaves {in_bytes(left)} for them"
+    name, size = "buffers of collectives are", held.communication
+    if size <= left:
+        left -= size
+        name, size = "gradients of activations and other transient tensors take", held.transient
+    return f"{name} {in_bytes(size)}, and all else leaves {in_bytes(left)} for them"
 
 
 # A gap of such a share is none. On more than few axes propagation, which takes as long as the search, is not asked:

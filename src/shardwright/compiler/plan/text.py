@@ -105,7 +105,7 @@ def held_by_kind(plan: Decisions, held: DeviceMemory) -> str:
 def kinds_in_words(plan: Decisions, held: DeviceMemory) -> str:
     """Return the bytes of each kind; kinds that take none are left out."""
     named = {"optimizer": f"states of {plan.optimizer.name}", "activations": "activations for the backward"}
-    named["recomputed"] = "recomputed activations"
+    named |= {"recomputed": "recomputed activations", "transient": "transient tensors"}
     return ", ".join(f"{in_bytes(size)} of {named.get(kind, kind)}" for kind, size in held.kinds() if size)
 
 
