@@ -78,6 +78,7 @@ def test_two_stages_train_as_one_device_does_and_go_on_as_three(tmp_path):
     for found, of_one in ((before, losses[: 2 * STEPS]), (behind, losses[2 * STEPS :])):
         assert all(rank[0] == found[0][0] for rank in found)
         torch.testing.assert_close(found[0][0][: len(of_one)], of_one, atol=1e-10, rtol=0)
+    assert "stages.send(" in next((tmp_path / "stages" / "graphs" / "rank_0").glob("*execute*")).read_text()
     for _, of_stage, held in behind:
         torch.testing.assert_close(of_stage, predicted, atol=1e-10, rtol=0)
         torch.testing.assert_close(dict(held), dict(state), atol=1e-10, rtol=0)

@@ -47,7 +47,7 @@ def strategies_text(plan: Plan, rank: int = 0) -> str:
     """
     captured = plan.capture
     numbers = {name: i for i, name in enumerate(captured.values)}
-    lines = [f"# {plan.mode}, search {plan.search}, mesh {plan.shown_mesh}, {plan.mesh.size} devices"]
+    lines = [f"# {plan.mode}, search {plan.search}, mesh {plan.shown_mesh}, {plan.devices.size} devices"]
     for value in captured.values.values():
         if value.kind != "result":
             slices = plan.leaves[value.name].slices(plan.mesh)
@@ -69,7 +69,7 @@ def _operator_line(plan: Plan, node: Node, numbers: dict[str, int], rank: int) -
     marks.append(f"{{out: {', '.join(_fact(plan.capture.values[name]) for name in node.results)}}}")
     partial = plan.layout(node.results[0]).partial if node.results else ()
     if partial:
-        marks.append(f"{{partial over ranks: {plan.mesh.group(rank, partial)}}}")
+        marks.append(f"{{partial over ranks: {plan.devices.group(rank, set(partial) & {*plan.devices.names})}}}")
     if plan.pin_of(node) is not None:
         marks.append("{pinned}")
     if not plan.graph.rules[node.name].listed:
@@ -86,7 +86,7 @@ def execute_text(plan: Plan, program: LocalProgram) -> str:
     lines = [f"# rank {program.rank} of {program.mesh.size}, at {at or 'the only place'} of the mesh {program.mesh}"]
     for value in plan.capture.values.values():
         if value.kind != "result":
-            layout = plan.leaves[value.name]
+            layout = plan.stored[value.name]
             local = _local(value, layout, program)
             lines.append(f"%{value.name}: {local} = {value.kind} {value.label}  # {list(value.shape)} as {layout}")
     for instruction in program.instructions:
@@ -99,7 +99,9 @@ def execute_text(plan: Plan, program: LocalProgram) -> str:
 
 
 def _instruction_lines(plan: Plan, program: LocalProgram, instruction: Instruction) -> Iterator[str]:
-    if instruction.kind == "operator":
+    if plan.stages is not None and instruction.kind != "redistribution":  # of a microbatch, or between stages
+        yield instruction.line + (f"  # {_place(instruction.node)}" if instruction.node is not None else "")
+    elif instruction.kind == "operator":
         assert instruction.node is not None
         values = plan.capture.values
         results = ", ".join(
