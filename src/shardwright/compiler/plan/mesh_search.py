@@ -289,15 +289,18 @@ def best_baseline(on_mesh: MeshSearch, row: Search, over: OverBudget) -> Choice:
     """The best of the plans that are known by name which fits, where nothing did that a search has found.
 
     They store all parameters in parts that need not be even. A search stores so only matrices that it cannot cut evenly
-    over all devices.
+    over all devices. Where nothing fits because of transient tensors, which the search does not count, the other
+    searches are tried, too.
 
     Raises:
         OverBudget: where none fits: that of the search, or of one of these which holds less.
     """
     space, request = on_mesh.space, on_mesh.request
     found, least = [], over
-    for other in _known_by_name(space, request):
-        with suppress(PlanError):  # impossible on this mesh
+    named = (partial(_itself, of) for of in _known_by_name(space, request))
+    for find in _others(row, on_mesh, on_mesh.price) if over.by_transient else named:
+        with suppress(PlanError):  # impossible on this mesh, too wide, or nothing fits
+            other = find(math.inf)
             if _allowed(other, space, request):
                 priced = replace(other, cost=_cost(other, space, on_mesh.known))
                 if (within := on_mesh.within(priced)) is not None:

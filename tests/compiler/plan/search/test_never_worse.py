@@ -313,7 +313,7 @@ def test_the_others_are_looked_at_once_and_before_choices_are_divided(monkeypatc
     assert found.cost == found.bound <= without.cost
 
 
-@pytest.mark.parametrize("seed", [200, 202, 204])
+@pytest.mark.parametrize("seed", [200, 201, 206, 213, 215])
 def test_the_last_axis_is_searched_in_what_all_choices_have_built(seed):
     """Within a budget, at a price of a byte: what is found costs what it costs without."""
     capture, mesh = graph_of(seed), Mesh.of(a=2, b=2)

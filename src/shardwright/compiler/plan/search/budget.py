@@ -36,6 +36,8 @@ ALIKE = (
 # fits; then with buffers of collectives that are not the largest. More is held than is counted, and by what counts
 # least at the highest price more than by others: so the first price comes again at last, with buffers.
 _DEAR = ((3.0, True), (1e6, True), (1e6, False), (3.0, False))
+# Transient tensors are not counted: where all of these would fit without, something may fit that is found at less.
+_LESS_DEAR = (1.0, 0.3, 0.1, 0.03)
 
 
 def _same(choice: Choice) -> Choice:
@@ -165,6 +167,10 @@ def fitting(
         if tried.fit:
             break
         tried.at(times * max(tried.free_cost, 1e-9) / budget.limit_bytes, alone=alone)
+    for times in _LESS_DEAR if tried.fits_without_transient else ():
+        tried.at(times * max(tried.free_cost, 1e-9) / budget.limit_bytes)
+        if tried.fit:
+            break
     if not tried.fit:
         tried.hold_less()
     while tried.is_worth_another:
@@ -239,6 +245,11 @@ class _PriceSearch:
         self._raise_to(found[0].total)
         self._add(found)
 
+    @property
+    def fits_without_transient(self) -> bool:
+        """Return whether nothing fits, and something would by what the search counts."""
+        return not self.fit and any(one.line is not None and one.line.above <= 0 for one in self.above)
+
     def hold_less(self) -> None:
         """Compute as many more blocks again of what holds least of all that was found as it takes to fit.
 
@@ -248,7 +259,9 @@ class _PriceSearch:
         least = min(self.above, key=lambda one: one.bytes)
         self._compute_fewer_again(least)
         if not self.fit:
-            raise self._budget.refuse(least.choice, self._bound)
+            error = self._budget.refuse(least.choice, self._bound)
+            error.by_transient = self.fits_without_transient
+            raise error
 
     def another(self) -> None:
         """Try the next price, where one is worth it."""

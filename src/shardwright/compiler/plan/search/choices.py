@@ -64,11 +64,13 @@ class OverBudget(PlanError):
     """Nothing that was found fits the budget.
 
     ``least_bytes`` are those of what was found to hold least, and ``bound`` is what nothing that fits costs less than.
+    With ``by_transient`` something was found that would fit without transient tensors, which no search counts: another
+    way to plan may find what does with them.
     """
 
-    def __init__(self, message: str, least_bytes: int = 0, bound: float = 0.0) -> None:
+    def __init__(self, message: str, least_bytes: int = 0, bound: float = 0.0, *, by_transient: bool = False) -> None:
         super().__init__(message)
-        self.least_bytes, self.bound = least_bytes, bound
+        self.least_bytes, self.bound, self.by_transient = least_bytes, bound, by_transient
 
 
 def data_parallel(
