@@ -19,7 +19,7 @@ from shardwright.compiler.plan.baselines import fully_sharded
 from shardwright.compiler.plan.make import make_plan
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.request import PlanRequest
-from shardwright.errors import CaptureError, UsageError
+from shardwright.errors import CaptureError, PlanError, UsageError
 from whole import run, splitting_hardware
 
 Found = Mapping[str, Tensor | None]
@@ -33,6 +33,8 @@ MODES: Mapping[str, Mapping[str, Any]] = {
     "recomputed": {"mode": "data", "recompute": ("*",)},
     "sharded": {"mode": "data"},
     "sharded, recomputed": {"mode": "data", "recompute": ("*",)},
+    "stages": {"mode": "data", "microbatches": 3},
+    "stages, recomputed": {"mode": "data", "microbatches": 2, "recompute": ("*",)},
 }
 
 
@@ -46,6 +48,9 @@ class Case:
     def request(self) -> PlanRequest:
         if self.mode == "single":
             return PlanRequest(Mesh(()), "single")
+        if self.mode.startswith("stages"):  # of one rank, or of two
+            mesh = Mesh.of(pp=2, d=2) if self.ranks == 4 else Mesh.of(pp=self.ranks)
+            return PlanRequest(mesh, **MODES[self.mode])
         return PlanRequest(Mesh.of(d=self.ranks), **MODES[self.mode])
 
     def plan(self, captured: Capture) -> Plan:
@@ -185,7 +190,8 @@ def refused(error: Exception) -> bool:
     """Return whether an error refuses clearly: of a class that does, and in words that tell what to write."""
     remedies = "by an out-of-place one", "Consider cloning the tensor before mutating it"  # in torch's own words
     raw = str(error).startswith("the model cannot be captured") and not any(said in str(error) for said in remedies)
-    return isinstance(error, CaptureError | UsageError) and not raw
+    no_stages = isinstance(error, PlanError) and re.search("microbatches|are no . stages|not there yet", str(error))
+    return bool(no_stages) or (isinstance(error, CaptureError | UsageError) and not raw)
 
 
 @dataclass(frozen=True)

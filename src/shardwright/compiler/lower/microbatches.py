@@ -51,6 +51,7 @@ class _Variable:
     """A variable of the program without stages: of a value, laid out as ``layout``.
 
     ``staged`` says that it depends on the batch and on parameters, ``split`` that it differs between microbatches.
+    ``both`` says of a cast of a parameter, or a view of that, that there is one and also one for each microbatch.
     """
 
     value: Value
@@ -58,6 +59,7 @@ class _Variable:
     phase: int = 0
     split: bool = False
     staged: bool = False
+    both: bool = False
 
 
 class Unrolled:
@@ -105,9 +107,16 @@ class Unrolled:
                 self.known[name] = dataclasses.replace(made, phase=phase, split=split, staged=staged)
                 continue
             node = instruction.node
-            split = split or MICROBATCHES in self.plan.strategies[node.name].used or self._is_cast(instruction)
+            split = split or MICROBATCHES in self.plan.strategies[node.name].used
             value, layout = self.plan.capture.values[name], self.plan.layout(name)
-            self.known[name] = _Variable(value, layout, phase, split, node.name in self.stage_of)
+            self.known[name] = _Variable(
+                value,
+                layout,
+                phase,
+                split,
+                node.name in self.stage_of,
+                self._is_cast(instruction) or self._is_view(reads, value),
+            )
 
     def _is_cast(self, instruction: Instruction) -> bool:
         """Return whether it casts a parameter to a dtype in which gradients of microbatches are not to be added up."""
@@ -115,6 +124,9 @@ class Unrolled:
             return False
         made, cast = self.plan.capture.values[instruction.outputs[0]], self.known[instruction.reads[0]]
         return cast.value.kind == "parameter" and made.reduced_in not in (None, made.dtype) and made.needs_gradient
+
+    def _is_view(self, reads: Sequence[_Variable], value: Value) -> bool:
+        return len(reads) == 1 and reads[0].both and value.of_parameter
 
     def _sums_each(self, instruction: Instruction) -> bool:
         """Return whether the gradient of each microbatch is cast before they are added up: where a cast is given."""
@@ -162,7 +174,8 @@ class Unrolled:
     def name_of(self, name: str, number: int) -> str:
         """Return the variable that stands for one, of a microbatch or of none."""
         name = self._same.get(name, name)
-        return f"{name}_m{number}" if self.known[name].split and self.count > 1 and number != ONCE else name
+        known = self.known[name]
+        return f"{name}_m{number}" if (known.split or known.both) and self.count > 1 and number != ONCE else name
 
     def numbers(self, split: bool) -> range:
         return range(self.count) if split and self.count > 1 else range(ONCE, 0)
@@ -206,7 +219,8 @@ class Unrolled:
         if self._is_cast(instruction):
             self._cast_once(at)
             return
-        for number in self.numbers(split):
+        numbers = range(ONCE, self.count) if any(x.both for x in known) else self.numbers(split)
+        for number in numbers:
             self._add(self._of(at, number), self.doing[at], phase, number)
 
     def _cast_once(self, at: int) -> None:
@@ -243,7 +257,8 @@ class Unrolled:
             reads=tuple(changed[name] for name in found.reads),
             call=call,
             moves=moves,
-            block=f"{found.block}, microbatch {number}" if found.block and number >= 0 else found.block,
+            block=self._block(at, number),
+            recommunicates=found.recommunicates and number >= 0,
         )
 
     def _value(self, value: Value, step: Step, number: int) -> Value:
@@ -295,8 +310,13 @@ class Unrolled:
             self._same[name] = self._same.get(read, read)
 
     def _pipeline(self, at: int, made: str, reads: tuple[str, ...], call: Call, number: int = ONCE) -> None:
-        phase = self.known[self.first.instructions[at].outputs[0]].phase
-        self._add(Instruction("pipeline", (made,), reads, call), self.doing[at], phase, number)
+        phase, block = self.known[self.first.instructions[at].outputs[0]].phase, self._block(at, number)
+        self._add(Instruction("pipeline", (made,), reads, call, block=block), self.doing[at], phase, number)
+
+    def _block(self, at: int, number: int) -> str:
+        """Return what an instruction is recomputed with, for a microbatch."""
+        block = self.first.instructions[at].block
+        return f"{block}, microbatch {number}" if block and number >= 0 else ""
 
     def _parts(self, name: str) -> tuple[str, ...]:
         """Return the variables of all microbatches that stand for one."""

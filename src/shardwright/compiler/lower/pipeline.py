@@ -8,9 +8,11 @@ later one reads is sent from each stage to the next.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 
 import torch
 
@@ -110,7 +112,7 @@ class _OfStage:
             first,
             rank=self.rank,
             mesh=self.plan.devices,
-            instructions=tuple(renamed),
+            instructions=tuple(_in_blocks(renamed)),
             outputs=outputs,
             of_stages=self._groups(),
         )
@@ -227,6 +229,17 @@ class _OfStage:
         for placed in self.made.placed:
             found |= {each.axes for _, _, each in placed.instruction.collectives(self.plan.devices)}
         return tuple(sorted(axes for axes in found if axes))
+
+
+def _in_blocks(instructions: Sequence[Instruction]) -> list[Instruction]:
+    """Return the instructions with what follows each other as one block: others may stand in between now."""
+    found: list[Instruction] = []
+    runs: Counter[str] = Counter()
+    for block, run in groupby(instructions, key=lambda each: each.block):
+        runs[block] += 1
+        name = f"{block}, part {runs[block]}" if block and runs[block] > 1 else block
+        found += [dataclasses.replace(each, block=name) for each in run]
+    return found
 
 
 def _inside(plan: Plan) -> Mesh:
