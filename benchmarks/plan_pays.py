@@ -9,7 +9,8 @@ layers, width 256, 8,192 words, 32 tokens a row) or a perceptron of wide layers 
 rows of its global batch.
 
 The ways: "found", mode "auto" at the prices measured; "data", mode "data"; "tensor", pins as Megatron-LM splits, inside
-the hosts, and the batch between them; torch's DistributedDataParallel ("ddp") and fully_shard on every layer ("fsdp").
+the hosts, and the batch between them; "stages", a pipeline with a stage on each host; torch's
+DistributedDataParallel ("ddp") and fully_shard on every layer ("fsdp").
 A run's figure is the median of its steps (forward, backward, a step of SGD), slowest rank; the table has the median of
 the rounds. Predicted is what the cost model says of a plan. All is measured over the usual backend, or ``--backend``.
 ``--quick`` measures little, to see that everything works.
@@ -50,6 +51,7 @@ import torch, torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 import shardwright as sw
+from shardwright.compiler.plan.pipeline.costs import StagedCosts
 from shardwright.compiler.plan.timing.prices import Prices
 from shardwright.compiler.plan.pricing.hardware import read_hardware
 from shardwright.runtime.programs.planner import hardware_of
@@ -75,8 +77,9 @@ else:
 loss_fn = lambda model, batch: F.cross_entropy(model(batch[0]).flatten(0, -2), batch[1].flatten())
 mine = [part.chunk(world.size)[world.rank] for part in batch]
 plan = None
-if way in ("found", "data", "tensor"):
-    how = {"found": {"mode": "auto"}, "data": {"mode": "data"}, "tensor": {"mode": "semi-auto", "search": "exact"}}[way]
+if way in ("found", "data", "tensor", "stages"):
+    hows = {"found": {"mode": "auto"}, "data": {"mode": "data"}, "tensor": {"mode": "semi-auto", "search": "exact"}}
+    how = (hows | {"stages": {"mode": "data", "mesh": "pp=2,dp=2", "microbatches": 4}})[way]
     if way == "tensor":
         how |= {"pins": pins, "mesh": "dp=2,tp=2"}
     trained = sw.parallelize(model, loss_fn, batch, batch="global", hardware="hardware.json", optimizer="sgd", **how)
@@ -112,13 +115,13 @@ if world.rank == 0:
     found = {"step_s": statistics.median(map(max, zip(*everyone))), "steps": len(took)}
     if plan is not None:
         hardware = hardware_of(world, read_hardware("hardware.json"))
-        found["predicted_s"] = Prices(plan, hardware).step_s
+        found["predicted_s"] = (Prices if plan.stages is None else StagedCosts)(plan, hardware).step_s
         found["moved_bytes"] = plan.moved_bytes()
         found["plan"] = str(plan)
     json.dump(found, open(answer, "w"))
 """
 BIN = Path(sys.executable).parent
-WAYS = ("found", "data", "tensor", "ddp", "fsdp")
+WAYS = ("found", "data", "tensor", "stages", "ddp", "fsdp")
 CASES = (("transformer", 8), ("transformer", 64), ("perceptron", 64))
 
 
