@@ -26,6 +26,7 @@ from shardwright.compiler.mesh.mesh import MICROBATCHES, PIPELINE
 from shardwright.compiler.mesh.redistribute import Step
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.rules.table import row_of
+from shardwright.errors import LoweringError
 
 ONCE = -1
 """In the place of a microbatch: what depends on none."""
@@ -246,6 +247,11 @@ class Unrolled:
             call = dataclasses.replace(call, kwargs=tuple(given.items()))
         changed = {name: self.name_of(name, number) for name in (*found.reads, *found.outputs)}
         call = call.renamed(lambda name: changed.get(name, name))
+        if number > 0 and (whole := self._given_whole_gradients(found)):
+            whole = {self.name_of(name, number) for name in whole}
+            call = call.mapped(
+                lambda arg: Call("stages.apart", (arg,)) if isinstance(arg, Name) and arg.text in whole else arg
+            )
         if MICROBATCHES in self.plan.mesh.sizes:
             axes = tuple(self.plan.mesh.sizes.items())
             place = Call("stages.at", (COMM, axes, max(number, 0)))
@@ -260,6 +266,28 @@ class Unrolled:
             block=self._block(at, number),
             recommunicates=found.recommunicates and number >= 0,
         )
+
+    def _given_whole_gradients(self, instruction: Instruction) -> set[str]:
+        """Return the variables of which each microbatch computes the whole gradient: one of them gives it.
+
+        Such is the bias of a product that is summed over microbatches, which one of them adds.
+
+        Raises:
+            LoweringError: where an operator reads a variable so, and in another way, too.
+        """
+        node = instruction.node
+        if node is None or MICROBATCHES not in self.plan.strategies[node.name].used:
+            return set()
+        whole, other = set[str](), set[str]()
+        for index, name in enumerate(instruction.reads[: len(node.operands)]):
+            target = self.plan.target(node, index)
+            differs = MICROBATCHES in (*target.layout.split_axes, *target.layout.partial, *target.gradient_partial)
+            (other if differs else whole).add(name)
+        if both := whole & other:
+            raise LoweringError(
+                f"{node.op}, at {node.source}, reads {min(both)} in two ways that differ in its gradient"
+            )
+        return whole
 
     def _value(self, value: Value, step: Step, number: int) -> Value:
         """Return a value with the sizes that it has in a microbatch."""

@@ -94,6 +94,11 @@ def rows(x: Tensor, dim: int, start: int, stop: int) -> Tensor:
     return x.narrow(dim, start, stop - start)
 
 
+def apart(x: Tensor) -> Tensor:
+    """Return a tensor whose gradient another microbatch gives."""
+    return x.detach()
+
+
 def total(parts: Sequence[Tensor]) -> Tensor:
     """Return the sum of what the microbatches have made, in their order."""
     return reduce(torch.add, parts)
