@@ -48,9 +48,8 @@ def train(folder, first, last, mesh=None, microbatches=None):
     sw.init(backend="gloo")
     torch.manual_seed(0)
     model, data = Language().double(), batches()
-    parallel = sw.parallelize(
-        model, loss_fn, data[0], "data", batch="global", predict_fn=outputs, mesh=mesh, microbatches=microbatches
-    )
+    how = {"predict_fn": outputs, "mesh": mesh, "microbatches": microbatches, "save_graphs": folder / "graphs"}
+    parallel = sw.parallelize(model, loss_fn, data[0], "data", batch="global", **how)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
     if first:
         sw.checkpoint.load(folder, parallel, optimizer)
