@@ -173,3 +173,48 @@ def test_what_goes_with_no_stages_is_refused(mesh, options, words):
     model, batch = language()
     with pytest.raises((PlanError, UsageError), match=words):
         plan_of(model, language_loss, batch, Mesh.parse(mesh), "data", **options)
+
+
+class Across(nn.Module):
+    """A product over the samples of the batch, with a bias that is added once."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.over_samples, self.last = nn.Linear(8, 8), nn.Linear(6, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.over_samples(self.first(x).T)))
+
+
+@pytest.mark.parametrize("mesh", ["pp=2", "pp=2,dp=2"])
+def test_a_gradient_that_each_microbatch_computes_whole_is_counted_once(mesh):
+    def loss_fn(model, x):
+        return model(x).square().mean()
+
+    plan = held_against_one_device(Across().double(), loss_fn, images()[0], mesh, 3)
+    assert any("stages.apart(" in lower(plan, rank).source for rank in range(plan.devices.size))
+
+
+class Named(nn.Module):
+    """Parameters that are called as variables of a program with stages are."""
+
+    def __init__(self):
+        super().__init__()
+        self.anchor, self.pipe = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.sent_0, self.x_m0, self.anchor_weight_whole = (nn.Parameter(torch.randn(8)) for _ in range(3))
+
+    def forward(self, x):
+        return self.pipe(self.anchor(x) * self.sent_0 + self.x_m0 * self.anchor_weight_whole)
+
+
+def test_names_of_parameters_are_not_taken_by_the_program():
+    held_against_one_device(Named().double(), classes, images(), "pp=2,dp=2", 2)
+
+
+def test_casts_of_parameters_stand_within_recomputed_layers():
+    def loss_fn(model, batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            return decoder.loss_fn(model, batch)
+
+    model, batch = decoder.Decoder(layers=2), decoder.batch_of(4, 6)
+    held_against_one_device(model, loss_fn, batch, "pp=2", 2, tolerance=3e-2, recompute=("layers.*",))

@@ -14,13 +14,14 @@ A gradient that would be summed over microbatches adds up by itself, as all of t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from shardwright.compiler.capture.ir import Value
 from shardwright.compiler.lower.call import COMM, Call, Name
-from shardwright.compiler.lower.program import Instruction, LocalProgram, variables
+from shardwright.compiler.lower.program import Instruction, LocalProgram, unused, variables
 from shardwright.compiler.mesh.layout import Layout, Split
 from shardwright.compiler.mesh.mesh import MICROBATCHES, PIPELINE
 from shardwright.compiler.mesh.redistribute import Step
@@ -72,9 +73,13 @@ class Unrolled:
         self.stage_of, self.count = plan.stages.of, len(programs)
         self.known: dict[str, _Variable] = {}
         self.sums: dict[str, tuple[str, ...]] = {}  # over which axes `fetch` sums the gradient of a parameter
+        leaves = (*self.first.parameters, *self.first.buffers, *self.first.constants, *self.first.inputs)
+        self._taken = {*self.first.names, *leaves}
+        self._mark = _unused_mark(self._taken)
+        self._sums_of: dict[str, str] = {}  # sum over microbatches -> the variable that it becomes
         self._same: dict[str, str] = {}  # variable -> the one in whose place it stands
         self._placed: list[Placed] = []
-        for name in (*self.first.parameters, *self.first.buffers, *self.first.constants, *self.first.inputs):
+        for name in leaves:
             layout = plan.leaves[name]
             split = MICROBATCHES in layout.split_axes
             self.known[name] = _Variable(plan.capture.values[name], layout, split=split)
@@ -176,7 +181,18 @@ class Unrolled:
         """Return the variable that stands for one, of a microbatch or of none."""
         name = self._same.get(name, name)
         known = self.known[name]
-        return f"{name}_m{number}" if (known.split or known.both) and self.count > 1 and number != ONCE else name
+        return self._of_microbatch(name, number) if known.split or known.both else name
+
+    def _of_microbatch(self, name: str, number: int) -> str:
+        return f"{name}{self._mark}{number}" if self.count > 1 and number != ONCE else name
+
+    def original(self, name: str, number: int) -> str:
+        """Return the variable of the programs without stages for which one stands."""
+        return self._sums_of.get(name, name.removesuffix(f"{self._mark}{number}"))
+
+    def fresh(self, name: str) -> str:
+        """Return that name for a variable, or one like it that none has."""
+        return unused(name, self._taken)
 
     def numbers(self, split: bool) -> range:
         return range(self.count) if split and self.count > 1 else range(ONCE, 0)
@@ -231,7 +247,7 @@ class Unrolled:
         self._add(made, self.doing[at], 0, ONCE)
         for number in self.numbers(True):
             call = Call("enter", (Name(name), COMM), (("axes", ()), ("source", Name(source))))
-            self._pipeline(at, f"{name}_m{number}", (name, source), call, number)
+            self._pipeline(at, self._of_microbatch(name, number), (name, source), call, number)
 
     def _of(self, at: int, number: int, rest: tuple[str, ...] | None = None, *, within: bool = False) -> Instruction:
         """Return the instruction for a microbatch, or done once.
@@ -318,7 +334,8 @@ class Unrolled:
         rest, stages = _without_microbatches(step.axes), self.doing[at]
         read, phase = instruction.reads[0], self.known[name].phase
         if step.kind in ("all_reduce", "reduce_scatter"):
-            whole = self._total(at, f"{name}_sum" if rest or step.kind == "reduce_scatter" else name)
+            whole = self._total(at, self.fresh(f"{name}_sum") if rest or step.kind == "reduce_scatter" else name)
+            self._sums_of[whole] = name
             if step.kind == "reduce_scatter":
                 self._cut(at, whole)
             elif rest:
@@ -364,7 +381,9 @@ class Unrolled:
         if rest:
             phase = self.known[instruction.reads[0]].phase
             gathered = [
-                dataclasses.replace(self._of(at, number, rest, within=True), outputs=(f"{name}_m{number}_gathered",))
+                dataclasses.replace(
+                    self._of(at, number, rest, within=True), outputs=(f"{self._of_microbatch(name, number)}_gathered",)
+                )
                 for number in range(self.count)
             ]
             for number, each in enumerate(gathered):
@@ -382,7 +401,7 @@ class Unrolled:
             place = {MICROBATCHES: number}
             start, stop = Split((MICROBATCHES,), split.unit).bounds(value.shape[step.dim], self.plan.mesh, place)
             made = self.name_of(name, number)
-            rows = f"{made}_rows" if rest else made
+            rows = self.fresh(f"{made}_rows") if rest else made
             self._pipeline(at, rows, (whole,), Call("stages.rows", (Name(whole), step.dim, start, stop)), number)
             if rest:
                 behind = _reading(self._of(at, number, rest, within=True), rows)
@@ -396,7 +415,7 @@ class Unrolled:
         phase = self.known[instruction.outputs[0]].phase
         if rest:
             [(_, step)] = instruction.moves
-            entered = f"{instruction.outputs[0]}_entered"
+            entered = self.fresh(f"{instruction.outputs[0]}_entered")
             given = dict(instruction.call.kwargs)
             kwargs = tuple((name, given[name]) for name in ("reduced_in",) if name in given)
             call = Call("enter", (Name(self.name_of(source, ONCE)), COMM), (("axes", rest), *kwargs))
@@ -408,6 +427,14 @@ class Unrolled:
             old = self.name_of(source, number)
             made = dataclasses.replace(made.reading(old, entered), kind="pipeline", moves=())
             self._add(made, stages, phase, number)
+
+
+def _unused_mark(names: Collection[str]) -> str:
+    """Return what stands between a variable and the number of a microbatch, and in no other name before a number."""
+    mark = "_m"
+    while any(re.search(rf"{mark}\d", name) for name in names):
+        mark += "m"
+    return mark
 
 
 def _reading(instruction: Instruction, name: str) -> Instruction:

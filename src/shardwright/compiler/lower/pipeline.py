@@ -108,6 +108,7 @@ class _OfStage:
         else:
             self._add((), ("pipe",), Call("stages.wait", (_PIPE,)))
         renamed = [self._reading_whole(each, whole) for each in self.instructions]
+        _check_names(first, renamed)
         return dataclasses.replace(
             first,
             rank=self.rank,
@@ -139,7 +140,7 @@ class _OfStage:
             readers[name] |= set(range(self.plan.devices.sizes[PIPELINE]))
         facts = [self._parameter(name, sorted(of)) for name, of in readers.items()]
         mine = [name for name, of in readers.items() if self.stage in of]
-        whole = {name: f"{name}_whole" for name in mine}
+        whole = {name: self.made.fresh(f"{name}_whole") for name in mine}
         call = Call("stages.fetch", (_PIPE, list(variables(readers)), facts))
         self._add(("anchor", *whole.values()), ("pipe", *readers), call, unpacks=True)
         return whole
@@ -154,28 +155,22 @@ class _OfStage:
     def _facts(self, name: str) -> tuple[tuple[int, ...], torch.dtype, bool]:
         """The local shape, the dtype of a variable, and whether it has a gradient."""
         placed = self.owners[name]
-        original = self._original(name)
-        known = self.made.known[original]
+        known = self.made.known[self.made.original(name, placed.number)]
         program = self.made.programs[max(placed.number, 0)]
         shape = known.layout.local_shape(known.value.shape, self.plan.mesh, program.rank)
         return shape, known.value.dtype, known.value.needs_gradient
 
-    def _original(self, name: str) -> str:
-        placed = self.owners[name]
-        found = name.removesuffix(f"_m{placed.number}") if placed.number >= 0 else name
-        return found if found in self.made.known else found.removesuffix("_sum")
-
     def _receive(self, group: tuple[int, int]) -> None:
         if names := self.crossing.get((self.stage - 1, group)):
             call = Call("stages.receive", (_PIPE, _ANCHOR, [self._facts(name) for name in names]))
-            self.ends.append(f"came_{len(self.ends)}")
+            self.ends.append(self.made.fresh(f"came_{len(self.ends)}"))
             self._add((self.ends[-1], *names), ("pipe", "anchor"), call, unpacks=True)
 
     def _send(self, group: tuple[int, int]) -> None:
         if names := self.crossing.get((self.stage, group)):
             trained = [self._facts(name)[2] for name in names]
             call = Call("stages.send", (_PIPE, _ANCHOR, trained, *variables(names)))
-            self.ends.append(f"sent_{len(self.ends)}")
+            self.ends.append(self.made.fresh(f"sent_{len(self.ends)}"))
             self._add((self.ends[-1],), ("pipe", "anchor", *names), call)
 
     def _output(self, value: str) -> str:
@@ -188,21 +183,22 @@ class _OfStage:
         here = owner is None or self.stage in owner.stages
         found = names[0]
         if len(names) > 1:
-            found = f"{variable}_rows"
+            found = made.fresh(f"{variable}_rows")
             if here:
                 call = Call("stages.joined", (list(variables(names)), cut_dim(known.layout)))
                 self._add((found,), tuple(names), call)
         if owner is None or not known.staged:
             return found
+        told = made.fresh(f"{found}_told")
         layout, inside = self.plan.on_devices(known.layout), _inside(self.plan)
         shape = layout.local_shape(known.value.shape, inside, inside.rank_at(self._place(inside)))
         facts = min(owner.stages), shape, known.value.dtype
         self._add(
-            (f"{found}_told",),
+            (told,),
             ("pipe", *([found] if here else [])),
             Call("stages.told", (_PIPE, *facts, Name(found) if here else None)),
         )
-        return f"{found}_told"
+        return told
 
     def _place(self, mesh: Mesh) -> dict[str, int]:
         at = self.plan.devices.coordinates(self.rank)
@@ -229,6 +225,17 @@ class _OfStage:
         for placed in self.made.placed:
             found |= {each.axes for _, _, each in placed.instruction.collectives(self.plan.devices)}
         return tuple(sorted(axes for axes in found if axes))
+
+
+def _check_names(program: LocalProgram, instructions: Sequence[Instruction]) -> None:
+    """Check that every variable is written once, before it is read; raise `LoweringError` if not."""
+    written = {*program.parameters, *program.buffers, *program.inputs, *program.constants}
+    for instruction in instructions:
+        if missing := set(instruction.reads) - written:
+            raise LoweringError(f"{min(missing)} is read before it is written, in {instruction.call.source}")
+        if twice := written.intersection(instruction.outputs):
+            raise LoweringError(f"{min(twice)} is written twice, the second time by {instruction.call.source}")
+        written.update(instruction.outputs)
 
 
 def _in_blocks(instructions: Sequence[Instruction]) -> list[Instruction]:
