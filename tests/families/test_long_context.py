@@ -163,6 +163,7 @@ def test_the_search_exchanges_heads_where_that_is_the_quickest():
     assert len(exchanged) == 4 * 2
 
 
+@pytest.mark.slow
 def test_a_llama_of_published_widths_with_128k_tokens():
     """On 64 GPUs the search splits 32 heads, and the rows of keys and queries over the other two, in a ring."""
     config = transformers.LlamaConfig(
@@ -214,6 +215,7 @@ def five_steps(path):
     return losses, {name: after[name].detach().tolist() for name in dict(llama(3, 1, 21).named_parameters())}
 
 
+@pytest.mark.slow
 def test_processes_train_a_llama_in_a_ring(monkeypatch, tmp_path):
     captured = captured_step(llama(3, 1, 21), loss_fn, batch_of(21), {})
     plan = in_a_ring(monkeypatch, captured, PlanRequest(Mesh.of(d=3), hardware=splitting_hardware()))

@@ -90,6 +90,7 @@ OTHER_REQUESTS = {
     "memory": [2**30, 2**31],
     "optimizer": [replace(REQUEST.optimizer, per_entry=0)],
     "recompute": [("*",)],
+    "microbatches": [2],
 }
 
 
