@@ -18,6 +18,25 @@ def check(program: LocalProgram, plan: Plan) -> None:
     Raises:
         LoweringError: naming the variable, or the collectives that differ.
     """
+    written = check_variables(program)
+    _check_read_once(program)
+    missing = [value for value in plan.outputs if program.outputs.get(value) not in written]
+    if missing:
+        raise LoweringError(f"the outputs {missing} are never written")
+    ours = Counter(program.collectives())
+    planned = Counter((p.cause, p.direction, p.collective) for p in plan.collectives())
+    if ours != planned:
+        raise LoweringError(
+            f"collectives differ; only planned: {planned - ours}; only in the program: {ours - planned}"
+        )
+
+
+def check_variables(program: LocalProgram) -> set[str]:
+    """Check that every variable is written once, before it is read, and known to be read; return all of them.
+
+    Raises:
+        LoweringError: naming the variable.
+    """
     written = {*program.parameters, *program.buffers, *program.inputs, *program.constants}
     for instruction in program.instructions:
         if unknown := instruction.call.names() - {*instruction.reads, *NAMES_OF_PROGRAMS}:
@@ -29,16 +48,7 @@ def check(program: LocalProgram, plan: Plan) -> None:
             if name in written:
                 raise LoweringError(f"{name} is written twice, the second time by {instruction.call.source}")
             written.add(name)
-    _check_read_once(program)
-    missing = [value for value in plan.outputs if program.outputs.get(value) not in written]
-    if missing:
-        raise LoweringError(f"the outputs {missing} are never written")
-    ours = Counter(program.collectives())
-    planned = Counter((p.cause, p.direction, p.collective) for p in plan.collectives())
-    if ours != planned:
-        raise LoweringError(
-            f"collectives differ; only planned: {planned - ours}; only in the program: {ours - planned}"
-        )
+    return written
 
 
 def _check_read_once(program: LocalProgram) -> None:

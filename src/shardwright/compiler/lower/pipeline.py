@@ -17,6 +17,7 @@ from itertools import groupby
 import torch
 
 from shardwright.compiler.lower.call import COMM, DEVICE, Call, Name
+from shardwright.compiler.lower.check import check_variables
 from shardwright.compiler.lower.microbatches import ONCE, Placed, Unrolled, cut_dim
 from shardwright.compiler.lower.program import Instruction, LocalProgram, variables
 from shardwright.compiler.mesh.mesh import MICROBATCHES, PIPELINE, Mesh
@@ -95,12 +96,9 @@ class _OfStage:
         first, made = self.made.first, self.made
         self._add(("pipe",), (), Call("stages.Pipe", (COMM, DEVICE)))
         whole = self._fetch()
-        groups = dict.fromkeys(placed.group for placed in made.placed)
-        for group in groups:
+        for group, together in groupby(made.placed, key=lambda each: each.group):
             self._receive(group)
-            self.instructions += [
-                placed.instruction for placed in made.placed if placed.group == group and self.stage in placed.stages
-            ]
+            self.instructions += [placed.instruction for placed in together if self.stage in placed.stages]
             self._send(group)
         outputs = {name: self._output(name) for name in first.outputs if name != first.loss}
         if first.loss:
@@ -108,8 +106,7 @@ class _OfStage:
         else:
             self._add((), ("pipe",), Call("stages.wait", (_PIPE,)))
         renamed = [self._reading_whole(each, whole) for each in self.instructions]
-        _check_names(first, renamed)
-        return dataclasses.replace(
+        program = dataclasses.replace(
             first,
             rank=self.rank,
             mesh=self.plan.devices,
@@ -117,6 +114,8 @@ class _OfStage:
             outputs=outputs,
             of_stages=self._groups(),
         )
+        check_variables(program)
+        return program
 
     def _add(self, outputs: tuple[str, ...], reads: tuple[str, ...], call: Call, unpacks: bool = False) -> None:
         self.instructions.append(Instruction("pipeline", outputs, reads, call, unpacks=unpacks))
@@ -225,17 +224,6 @@ class _OfStage:
         for placed in self.made.placed:
             found |= {each.axes for _, _, each in placed.instruction.collectives(self.plan.devices)}
         return tuple(sorted(axes for axes in found if axes))
-
-
-def _check_names(program: LocalProgram, instructions: Sequence[Instruction]) -> None:
-    """Check that every variable is written once, before it is read; raise `LoweringError` if not."""
-    written = {*program.parameters, *program.buffers, *program.inputs, *program.constants}
-    for instruction in instructions:
-        if missing := set(instruction.reads) - written:
-            raise LoweringError(f"{min(missing)} is read before it is written, in {instruction.call.source}")
-        if twice := written.intersection(instruction.outputs):
-            raise LoweringError(f"{min(twice)} is written twice, the second time by {instruction.call.source}")
-        written.update(instruction.outputs)
 
 
 def _in_blocks(instructions: Sequence[Instruction]) -> list[Instruction]:

@@ -144,8 +144,11 @@ class SimulatedCommunicator:
         return lambda: (wait(), scattered)[1]
 
     def _start(self, kind: CollectiveKind, tensor: Tensor, axes: Axes) -> Callable[[], None]:
-        """Note that a collective was begun; what is returned checks that it is waited for once, and notes it."""
-        begun = _Begun(f"{kind} over {', '.join(axes)} of {_described(tensor)}", tensor)
+        return self._begin(f"{kind} over {', '.join(axes)} of {_described(tensor)}", tensor)
+
+    def _begin(self, call: str, tensor: Tensor) -> Callable[[], None]:
+        """Note that a call was begun; what is returned checks that it is waited for once, and notes it."""
+        begun = _Begun(call, tensor)
         self.begun.append(begun)
 
         def finish() -> None:
@@ -163,16 +166,7 @@ class SimulatedCommunicator:
         """Until it is waited for, nobody writes the tensor."""
         assert self._messages is not None
         self._messages.send(self.rank, self._member(axis, to), tensor.detach().clone())
-        begun = _Begun(f"send to rank {self._member(axis, to)}", tensor)
-        self.begun.append(begun)
-
-        def finish() -> None:
-            if begun not in self.begun:
-                raise WorldError(f"{begun.call} is waited for twice")
-            self.begun.remove(begun)
-            begun.check()
-
-        return finish
+        return self._begin(f"send to rank {self._member(axis, to)}", tensor)
 
     def receive(self, tensor: Tensor, axis: str, source: int) -> Tensor:
         """Raises `WorldError` where what comes is another tensor than this one."""

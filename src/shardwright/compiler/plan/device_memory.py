@@ -106,7 +106,7 @@ class MemoryModel:
         before the forward and behind the backward, in three buffers, is there while nothing is saved.
         """
         assert plan.stages is not None
-        values, rank = plan.capture.values, self._rank // plan.stages.microbatches
+        values, rank = plan.capture.values, self._rank % (plan.mesh.size // plan.stages.microbatches)
         names = {node.name for node in plan.capture.nodes if plan.stages.of.get(node.name, stage) == stage}
         saved = plan.stages.microbatches * sum(_saved(plan, self._lying(plan), names).values())
         stored = {

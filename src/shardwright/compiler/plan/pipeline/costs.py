@@ -21,7 +21,7 @@ from shardwright.compiler.plan.timing.costs import Costs
 class StageCost:
     """What a stage takes for one microbatch, and what it holds in a step.
 
-    ``message_s`` is what its results take to the next stage, and their gradients back.
+    ``message_s`` is what its results take to the next stage, and as much their gradients back.
     """
 
     modules: tuple[str, ...]
