@@ -18,7 +18,7 @@ import torch
 
 from shardwright.compiler.lower.call import COMM, DEVICE, Call, Name
 from shardwright.compiler.lower.check import check_variables
-from shardwright.compiler.lower.microbatches import ONCE, Placed, Unrolled, cut_dim
+from shardwright.compiler.lower.pipeline.microbatches import ONCE, Placed, Unrolled, cut_dim
 from shardwright.compiler.lower.program import Instruction, LocalProgram, variables
 from shardwright.compiler.mesh.mesh import MICROBATCHES, PIPELINE, Mesh
 from shardwright.compiler.plan.plan import Plan

@@ -1,0 +1,1 @@
+"""Programs of pipeline stages: microbatches through stretches of operators, forward and backward."""

@@ -1,0 +1,239 @@
+"""Schedules of pipelines: in which order each group of ranks does the forward and the backward of every microbatch.
+
+A schedule is a table of actions, a row for each group of ranks. `simulate` goes through it before anything runs: it
+finds out whether the groups would wait for each other forever, how many microbatches each holds, and when it ends.
+
+- ``gpipe``: all forwards, then all backwards (Huang et al., *GPipe*, 2019). Every group holds all microbatches.
+- ``1f1b``: after as many forwards as there are stages behind, a forward and a backward in turns (Narayanan et al.,
+  *PipeDream*, 2019; *Megatron-LM*, 2021). A group holds at most as many microbatches as there are stages from it on.
+- ``interleaved``: 1F1B in which each group has several stages, of which each is a fraction as long, so that they wait a
+  fraction of the time and send as many times as much (Narayanan et al., *Megatron-LM*, 2021).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from shardwright.errors import UsageError
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved")
+
+UNDER_WAY = 2
+"""Messages in one direction that a group has sent and not waited for: before a further one it waits for the first."""
+
+
+class Action(NamedTuple):
+    """The forward or the backward of a microbatch in a stage."""
+
+    kind: Literal["forward", "backward"]
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind[0].upper()}{self.microbatch}" + (f"@{self.stage}")
+
+
+Table = tuple[tuple[Action, ...], ...]
+"""What each group of ranks does, in order."""
+
+
+def schedule_problem(name: str, groups: int, microbatches: int, stages: int) -> str | None:
+    """Return what is wrong with a schedule for so many groups, microbatches and stages; None where nothing is."""
+    if name not in SCHEDULES:
+        return f"schedule is {name!r}; expected one of {', '.join(SCHEDULES)}"
+    if name != "interleaved":
+        return None
+    if stages % groups or stages == groups:
+        return f"{stages} stages cannot be interleaved on {groups} groups of ranks; each needs as many, two or more"
+    if microbatches % groups:
+        return (
+            f"schedule='interleaved' needs a number of microbatches that {groups} divides, and there are "
+            f"{microbatches}; type microbatches={max(1, microbatches // groups) * groups} (--microbatches)"
+        )
+    return None
+
+
+def schedule(name: str, groups: int, microbatches: int, stages: int | None = None) -> Table:
+    """Return the actions of each group of ranks; stage ``s`` is on group ``s % groups``.
+
+    >>> for row in schedule("1f1b", 3, 4):
+    ...     print(*row)
+    F0@0 F1@0 F2@0 B0@0 F3@0 B1@0 B2@0 B3@0
+    F0@1 F1@1 B0@1 F2@1 B1@1 F3@1 B2@1 B3@1
+    F0@2 B0@2 F1@2 B1@2 F2@2 B2@2 F3@2 B3@2
+
+    Raises:
+        UsageError: where there is no such schedule.
+    """
+    stages = groups if stages is None else stages
+    if problem := schedule_problem(name, groups, microbatches, stages):
+        raise UsageError(problem)
+    made: dict[str, Callable[[int], tuple[Action, ...]]] = {
+        "gpipe": lambda group: _gpipe(group, microbatches),
+        "1f1b": lambda group: _in_turns(
+            [Action("forward", group, m) for m in range(microbatches)],
+            [Action("backward", group, m) for m in range(microbatches)],
+            groups - 1 - group,
+        ),
+        "interleaved": lambda group: _interleaved(group, groups, microbatches, stages // groups),
+    }
+    return tuple(made[name](group) for group in range(groups))
+
+
+def _gpipe(group: int, microbatches: int) -> tuple[Action, ...]:
+    forwards = [Action("forward", group, m) for m in range(microbatches)]
+    # Autograd takes what was made last first.
+    return (*forwards, *(Action("backward", group, m) for m in reversed(range(microbatches))))
+
+
+def _in_turns(forwards: Sequence[Action], backwards: Sequence[Action], first: int) -> tuple[Action, ...]:
+    """Return ``first`` forwards, then a forward and a backward in turns, then the backwards that are left."""
+    first = min(first, len(forwards))
+    found = list(forwards[:first])
+    for forward, backward in zip(forwards[first:], backwards, strict=False):
+        found += [forward, backward]
+    return (*found, *backwards[len(forwards) - first :])
+
+
+def _interleaved(group: int, groups: int, microbatches: int, chunks: int) -> tuple[Action, ...]:
+    """Return 1F1B in rounds: so many microbatches as there are groups through the group's first stage, its second, ..."""
+    order = [
+        (chunk, start + place)
+        for start in range(0, microbatches, groups)
+        for chunk in range(chunks)
+        for place in range(groups)
+    ]
+    forwards = [Action("forward", chunk * groups + group, m) for chunk, m in order]
+    backwards = [Action("backward", (chunks - 1 - chunk) * groups + group, m) for chunk, m in order]
+    first = (groups - 1 - group) * 2 + (chunks - 1) * groups
+    return _in_turns(forwards, backwards, first)
+
+
+class StageSeconds(NamedTuple):
+    """What a stage takes for a microbatch: its forward, its backward, and a message to the next stage, or back."""
+
+    forward: float
+    backward: float
+    message: float = 0.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """A schedule that was gone through: when each action ends, and how many microbatches each group holds at most.
+
+    A microbatch of a stage is held from its forward to its backward.
+    """
+
+    ends: dict[Action, float]
+    held: tuple[int, ...]
+    busy: tuple[float, ...]
+
+    @property
+    def seconds(self) -> float:
+        """The seconds until all is done."""
+        return max(self.ends.values(), default=0.0)
+
+    @property
+    def idle(self) -> float:
+        """The share of the time in which the busiest group waits, the bubble."""
+        return 1 - max(self.busy) / self.seconds if self.seconds else 0.0
+
+
+def simulate(table: Table, stages: Sequence[StageSeconds]) -> Run:
+    """Go through a schedule: each group does its actions in order, each as soon as what it reads has come.
+
+    >>> run = simulate(schedule("1f1b", 4, 8), [StageSeconds(1.0, 2.0)] * 4)
+    >>> run.held, run.seconds, round(run.idle, 3)  # 3 / (8 + 3)
+    ((4, 3, 2, 1), 33.0, 0.273)
+
+    Raises:
+        AssertionError: where groups wait for each other forever, or take messages in another order than they come.
+    """
+    count = len(stages)
+    ends: dict[Action, float] = {}
+    at, free = [0] * len(table), [0.0] * len(table)
+    while True:
+        moved = False
+        for group, row in enumerate(table):
+            while at[group] < len(row):
+                action = row[at[group]]
+                ready = _ready(action, ends, stages)
+                if ready is None or not _may_send(action, row[: at[group]], ends, count):
+                    break
+                takes = stages[action.stage].forward if action.kind == "forward" else stages[action.stage].backward
+                free[group] = ends[action] = max(free[group], ready) + takes
+                at[group] += 1
+                moved = True
+        if not moved:
+            break
+    stuck = [str(row[place]) for place, row in zip(at, table, strict=True) if place < len(row)]
+    assert not stuck, f"the groups wait for each other forever, before {', '.join(stuck)}"
+    _check_order(table, count)
+    busy = tuple(sum(_takes(each, stages) for each in row) for row in table)
+    return Run(ends, tuple(map(_most_held, table)), busy)
+
+
+def _takes(action: Action, stages: Sequence[StageSeconds]) -> float:
+    own = stages[action.stage]
+    return own.forward if action.kind == "forward" else own.backward
+
+
+def _ready(action: Action, ends: dict[Action, float], stages: Sequence[StageSeconds]) -> float | None:
+    """Return when all that an action reads is there; None where that is not known yet."""
+    source = _source(action, len(stages))
+    if source is None:
+        return 0.0
+    if source not in ends:
+        return None
+    message = min(action.stage, source.stage)
+    return ends[source] + (stages[message].message if action.stage != source.stage else 0.0)
+
+
+def _source(action: Action, count: int) -> Action | None:
+    """Return the action whose results an action reads."""
+    kind, stage, microbatch = action
+    if kind == "forward":
+        return Action("forward", stage - 1, microbatch) if stage else None
+    return Action("backward", stage + 1, microbatch) if stage + 1 < count else Action("forward", stage, microbatch)
+
+
+def _reader(action: Action, count: int) -> Action | None:
+    """Return the action of another group that takes the message of an action."""
+    kind, stage, microbatch = action
+    if kind == "forward":
+        return Action("forward", stage + 1, microbatch) if stage + 1 < count else None
+    return Action("backward", stage - 1, microbatch) if stage else None
+
+
+def _may_send(action: Action, done: Sequence[Action], ends: dict[Action, float], count: int) -> bool:
+    """Return whether at most `UNDER_WAY` messages of its kind are under way when an action sends its own."""
+    if _reader(action, count) is None:
+        return True
+    sent = [reader for each in done if each.kind == action.kind and (reader := _reader(each, count))]
+    return all(reader in ends for reader in sent[:-UNDER_WAY])
+
+
+def _most_held(row: Sequence[Action]) -> int:
+    held, most = Counter[int](), 0
+    for kind, stage, _ in row:
+        held[stage] += 1 if kind == "forward" else -1
+        most = max(most, held.total())
+    return most
+
+
+def _check_order(table: Table, count: int) -> None:
+    """Check that messages from one group to another come in the order in which that takes them."""
+    groups = len(table)
+    for kind in ("forward", "backward"):
+        sent: dict[tuple[int, int], list[Action]] = {}
+        for group, row in enumerate(table):
+            for action in row:
+                if action.kind == kind and (reader := _reader(action, count)):
+                    sent.setdefault((group, reader.stage % groups), []).append(reader)
+        for (source, to), readers in sent.items():
+            among = set(readers)
+            taken = [action for action in table[to] if action in among]
+            assert taken == readers, f"group {to} takes what group {source} sends in another order"
