@@ -91,6 +91,7 @@ OTHER_REQUESTS = {
     "optimizer": [replace(REQUEST.optimizer, per_entry=0)],
     "recompute": [("*",)],
     "microbatches": [2],
+    "schedule": ["gpipe"],
 }
 
 

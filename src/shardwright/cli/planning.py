@@ -40,6 +40,10 @@ class _PlanCommand(click.Command):
     "--microbatches", type=int, metavar="N", help="How many go through the stages; without it a few for each stage."
 )
 @click.option(
+    "--schedule", metavar="1f1b",
+    help="The order in which they do: 1f1b, gpipe, or interleaved (interleaved:4: four stages a group of ranks).",
+)  # fmt: skip
+@click.option(
     "--batch", metavar="ROWS",
     help="Of the global batch, in place of those that build() returns. search: those that give the most samples/s "
     "within --memory.",

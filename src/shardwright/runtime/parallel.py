@@ -62,6 +62,7 @@ def parallelize(
     search: SearchName | None = None,
     mesh: Mesh | str | None = None,
     microbatches: int | None = None,
+    schedule: str | None = None,
     plan: Plan | str | None = None,
     pins: Mapping[str, Any] | None = None,
     gradients: Gradients = "mean",
@@ -100,6 +101,9 @@ def parallelize(
             stretch of the operators.
         microbatches: into how many parts each rank's batch is cut, of which one goes through the stages behind the
             other; by default four for each stage, if there are as many rows.
+        schedule: in which order they do: "1f1b", the usual one, in which a group of ranks holds as many as there are
+            stages from it on; "gpipe", which goes with any loss, and holds all; "interleaved", or "interleaved:4":
+            each group has 2, or 4, shorter stages.
         plan: a plan, or the path of a saved one, in place of a search.
         pins: strategies by pattern of module path, ``{"layers.*.up": ((2, 1), (1, 4))}``.
         gradients: "mean" leaves the gradient of the loss, "sum" that times the world size, in every mode.
@@ -182,6 +186,7 @@ def parallelize(
         "search": search,
         "mesh": str(mesh),
         "microbatches": str(microbatches),
+        "schedule": str(schedule),
         "gradients": gradients,
         "batch": batch,
     }
@@ -213,6 +218,7 @@ def parallelize(
         optimizer=states,
         recompute=patterns,
         microbatches=microbatches,
+        schedule=schedule,
     )
     loss_fn = within(precision, world.device, loss_fn)
     predict_fn = predict_fn and within(precision, world.device, predict_fn)

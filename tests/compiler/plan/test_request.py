@@ -24,6 +24,7 @@ OTHERS = {
     "memory": (1, 2**36),
     "recompute": (("blocks.*",), ("blocks.0", "blocks.1")),
     "microbatches": (2, 4),
+    "schedule": ("gpipe", "1f1b"),
     "optimizer": (OptimizerStates("sgd", 0, 0), OptimizerStates("adamw", 3, 4)),
 }
 

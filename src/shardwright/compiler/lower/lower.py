@@ -23,7 +23,7 @@ from shardwright.compiler.lower.passes import (
     join_running_statistics,
     note_regathered,
 )
-from shardwright.compiler.lower.pipeline.programs import in_stages, microbatches_of
+from shardwright.compiler.lower.pipeline.stages import in_stages, microbatches_of
 from shardwright.compiler.lower.program import Instruction, LocalProgram, variables
 from shardwright.compiler.lower.site import Site
 from shardwright.compiler.mesh.redistribute import Step

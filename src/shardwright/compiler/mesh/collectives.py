@@ -78,13 +78,14 @@ class Communicator(Protocol):
     def all_to_all(self, tensors: list[Tensor], axes: Axes) -> list[Tensor]:
         """Return what every member has for this rank."""
 
-    def send(self, tensor: Tensor, axis: str, to: int) -> Callable[[], None]:
+    def send(self, tensor: Tensor, axis: str, to: int, backward: bool = False) -> Callable[[], None]:
         """Begin to send a tensor to the rank at coordinate ``to`` of an axis; what is returned waits for the end.
 
-        Until then nobody writes ``tensor``. What one rank sends to another arrives in the order in which it is sent.
+        Until then nobody writes ``tensor``. What one rank sends to another arrives in the order in which it is sent,
+        messages of the forward and those of the ``backward`` each for themselves.
         """
 
-    def receive(self, tensor: Tensor, axis: str, source: int) -> Tensor:
+    def receive(self, tensor: Tensor, axis: str, source: int, backward: bool = False) -> Tensor:
         """Wait for what the rank at coordinate ``source`` of an axis sends, which ``tensor`` takes; returns that."""
 
     def start_shift(self, tensor: Tensor, axes: Axes) -> Callable[[], Tensor]:

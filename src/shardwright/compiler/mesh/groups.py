@@ -30,7 +30,8 @@ class SharedGroups:
 
     def __init__(self) -> None:
         self._rank = dist.get_rank()
-        self._made: dict[tuple[int, ...], _Made] = {}  # Cached by the members, in the one world that all are of
+        # Cached by the members and the number of the group of these, in the one world that all are of.
+        self._made: dict[tuple[tuple[int, ...], int], _Made] = {}
 
     @staticmethod
     def of_world() -> SharedGroups:
@@ -40,43 +41,45 @@ class SharedGroups:
             _of_worlds[world] = SharedGroups()
         return _of_worlds[world]
 
-    def take(self, mesh: Mesh, axes_sets: Sequence[Axes]) -> list[dist.ProcessGroup]:
+    def take(self, mesh: Mesh, axes_sets: Sequence[Axes], number: int = 0) -> list[dist.ProcessGroup]:
         """This rank's group along each of these sets of axes, to be used until it is given back.
 
         All ranks call it together, with the same sets in one order. A group of these is there on all ranks or on none,
-        since the ranks of one of them tell how all others are divided.
+        since the ranks of one of them tell how all others are divided. Groups of one ``number`` are shared; those of
+        another have the same ranks, and an order of their own in which they communicate.
         """
-        if any(self._is_missing(mesh, axes) for axes in axes_sets):
+        if any(self._is_missing(mesh, axes, number) for axes in axes_sets):
             finish_queued()
-        return [self._taken(mesh, axes) for axes in axes_sets]
+        return [self._taken(mesh, axes, number) for axes in axes_sets]
 
-    def give_back(self, mesh: Mesh, axes_sets: Iterable[Axes]) -> None:
+    def give_back(self, mesh: Mesh, axes_sets: Iterable[Axes], number: int = 0) -> None:
         """Use them no more; what nobody else uses is destroyed. All ranks call it, after the last collective."""
         for axes in axes_sets:
-            members = mesh.group(self._rank, axes)
-            if members in self._made:
-                made = self._made[members]
+            key = mesh.group(self._rank, axes), number
+            if key in self._made:
+                made = self._made[key]
                 made.users -= 1
                 if not made.users:
-                    del self._made[members]
+                    del self._made[key]
                     if dist.is_initialized() and _of_worlds.get(world_group()) is self:  # else they have ended with it
                         finish_queued()
                         dist.destroy_process_group(made.group)
 
-    def _is_missing(self, mesh: Mesh, axes: Axes) -> bool:
-        return mesh.extent(axes) < mesh.size and mesh.group(self._rank, axes) not in self._made
+    def _is_missing(self, mesh: Mesh, axes: Axes, number: int) -> bool:
+        is_world = mesh.extent(axes) == mesh.size and number == 0
+        return not is_world and (mesh.group(self._rank, axes), number) not in self._made
 
-    def _taken(self, mesh: Mesh, axes: Axes) -> dist.ProcessGroup:
-        if mesh.extent(axes) == mesh.size:
+    def _taken(self, mesh: Mesh, axes: Axes, number: int) -> dist.ProcessGroup:
+        if mesh.extent(axes) == mesh.size and number == 0:
             return world_group()
-        if self._is_missing(mesh, axes):
+        if self._is_missing(mesh, axes, number):
             # Every rank makes every group along the axes, in one order, as c10d demands.
             timeout = collective_timeout()
             groups = {members: dist.new_group(list(members), timeout=timeout) for members in mesh.groups(axes)}
             mine = mesh.group(self._rank, axes)
-            self._made[mine] = _Made(groups[mine])
+            self._made[mine, number] = _Made(groups[mine])
             calm_receivers()
-        made = self._made[mesh.group(self._rank, axes)]
+        made = self._made[mesh.group(self._rank, axes), number]
         made.users += 1
         return made.group
 

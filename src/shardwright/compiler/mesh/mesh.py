@@ -189,15 +189,27 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Stages:
-    """The pipeline stages of a plan: ``count`` groups of ranks, through which ``microbatches`` parts of a batch go.
+    """The pipeline stages of a plan, through which ``microbatches`` parts of a batch go.
 
-    ``of`` names the stage of each operator that depends on the batch and on parameters. Others, as the cast of a
-    weight or a mask of positions, are computed by every stage that reads them.
+    There are ``count`` groups of ranks with ``each`` stages; stage ``s`` is on group ``s % count``. ``of`` names the
+    stage of each operator that depends on the batch and on parameters. Others, as the cast of a weight or a mask of
+    positions, are computed by every stage that reads them. ``schedule`` is one of `plan.pipeline.schedule`.
     """
 
     count: int
     microbatches: int
     of: Mapping[str, int]
+    schedule: str = "gpipe"
+    each: int = 1
+
+    @property
+    def total(self) -> int:
+        """The number of stages."""
+        return self.count * self.each
+
+    def group(self, stage: int) -> int:
+        """Return the group of ranks of a stage: their coordinate on the axis of stages."""
+        return stage % self.count
 
     def devices(self, mesh: Mesh) -> Mesh:
         """Return the mesh of the ranks for a plan's ``mesh``: stages first, and no axis that is laid out in time."""

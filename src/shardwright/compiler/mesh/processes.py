@@ -21,7 +21,7 @@ from shardwright.common.pulse import Pulse, own_pulse
 from shardwright.compiler.mesh.carried import Numbers, moved, summed_as
 from shardwright.compiler.mesh.collectives import Axes, Communicator
 from shardwright.compiler.mesh.groups import SharedGroups
-from shardwright.compiler.mesh.mesh import Mesh
+from shardwright.compiler.mesh.mesh import PIPELINE, Mesh
 from shardwright.distributed.backends.group import backends_of
 from shardwright.distributed.backends.table import Backend, backend_moving
 from shardwright.distributed.lockstep import Lockstep
@@ -73,6 +73,9 @@ class ProcessCommunicator:
         self._shared, self._lockstep = SharedGroups.of_world(), lockstep or Lockstep()
         # By the axes, whose members in rank order are the same in whichever order axes stand; until `close`.
         self._groups: dict[frozenset[str], dist.ProcessGroup] = {}
+        # For messages of the backward between stages: NCCL does all of one group in the order in which they are begun,
+        # and two stages that each send first would wait for each other.
+        self._returning: dist.ProcessGroup | None = None
         # Cached by the axes and the type of device, until `close`: groups and their backends stay.
         self._channels: dict[tuple[Axes, str], _Channel] = {}
         # Cached by the axes, the type of device and the dtype, of which numbers to sum in follow; None: in their own.
@@ -84,10 +87,15 @@ class ProcessCommunicator:
         missing = sorted(axes for axes in wanted if frozenset(axes) not in self._groups)
         for axes, group in zip(missing, self._shared.take(self.mesh, missing), strict=True):
             self._groups[frozenset(axes)] = group
+        if (PIPELINE,) in missing:
+            [self._returning] = self._shared.take(self.mesh, [(PIPELINE,)], number=1)
 
     def close(self) -> None:
         """Give the groups back."""
         self._shared.give_back(self.mesh, map(tuple, self._groups))
+        if self._returning is not None:
+            self._shared.give_back(self.mesh, [(PIPELINE,)], number=1)
+            self._returning = None
         self._groups.clear()
         self._channels.clear()
         self._sums.clear()
@@ -196,9 +204,8 @@ class ProcessCommunicator:
         channel = self._channel(axes, tensors[0])
         return tensors if channel is None else list(self._exchanging(torch.stack(tensors), channel, True)().unbind())
 
-    def send(self, tensor: Tensor, axis: str, to: int) -> Callable[[], None]:
-        channel = self._channel((axis,), tensor)
-        assert channel is not None
+    def send(self, tensor: Tensor, axis: str, to: int, backward: bool = False) -> Callable[[], None]:
+        channel = self._messages(tensor, axis, backward)
         self._lockstep.answer_aside()  # a message is waited for without a time limit, after which gloo would end
         work = dist.isend(moved(tensor, channel.backend), group=channel.group, group_dst=to)
 
@@ -210,9 +217,17 @@ class ProcessCommunicator:
 
         return wait
 
-    def receive(self, tensor: Tensor, axis: str, source: int) -> Tensor:
+    def _messages(self, tensor: Tensor, axis: str, backward: bool) -> _Channel:
+        """Return the channel of messages along an axis, forward or backward."""
         channel = self._channel((axis,), tensor)
         assert channel is not None
+        if not backward:
+            return channel
+        assert self._returning is not None
+        return _Channel(self._returning, channel.backend)
+
+    def receive(self, tensor: Tensor, axis: str, source: int, backward: bool = False) -> Tensor:
+        channel = self._messages(tensor, axis, backward)
         self._lockstep.answer_aside()
         work = dist.irecv(moved(tensor, channel.backend), group=channel.group, group_src=source)
         if work is not None:
@@ -308,8 +323,8 @@ class WatchedCommunicator:
     def all_to_all(self, tensors: list[Tensor], axes: Axes) -> list[Tensor]:
         return self._inside(b"all_to_all", self._communicator.all_to_all, tensors, axes)
 
-    def send(self, tensor: Tensor, axis: str, to: int) -> Callable[[], None]:
-        wait = self._communicator.send(tensor, axis, to)
+    def send(self, tensor: Tensor, axis: str, to: int, backward: bool = False) -> Callable[[], None]:
+        wait = self._communicator.send(tensor, axis, to, backward)
 
         def finish() -> None:
             self._note(b"send")
@@ -320,10 +335,10 @@ class WatchedCommunicator:
 
         return finish
 
-    def receive(self, tensor: Tensor, axis: str, source: int) -> Tensor:
+    def receive(self, tensor: Tensor, axis: str, source: int, backward: bool = False) -> Tensor:
         self._note(b"receive", begins=True)
         try:
-            return self._communicator.receive(tensor, axis, source)
+            return self._communicator.receive(tensor, axis, source, backward)
         finally:
             self._note(b"")
 

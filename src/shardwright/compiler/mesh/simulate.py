@@ -85,9 +85,9 @@ def nobodys_numbers(tensor: Tensor) -> Tensor:
 class _Messages(Protocol):
     """The messages of the ranks of a simulation."""
 
-    def send(self, rank: int, to: int, tensor: Tensor) -> None: ...
+    def send(self, rank: int, to: int, backward: bool, tensor: Tensor) -> None: ...
 
-    def receive(self, rank: int, source: int) -> Tensor: ...
+    def receive(self, rank: int, source: int, backward: bool) -> Tensor: ...
 
 
 class SimulatedCommunicator:
@@ -162,16 +162,16 @@ class SimulatedCommunicator:
     def all_to_all(self, tensors: list[Tensor], axes: Axes) -> list[Tensor]:
         return self._call("all_to_all", tensors, axes)
 
-    def send(self, tensor: Tensor, axis: str, to: int) -> Callable[[], None]:
+    def send(self, tensor: Tensor, axis: str, to: int, backward: bool = False) -> Callable[[], None]:
         """Until it is waited for, nobody writes the tensor."""
         assert self._messages is not None
-        self._messages.send(self.rank, self._member(axis, to), tensor.detach().clone())
+        self._messages.send(self.rank, self._member(axis, to), backward, tensor.detach().clone())
         return self._begin(f"send to rank {self._member(axis, to)}", tensor)
 
-    def receive(self, tensor: Tensor, axis: str, source: int) -> Tensor:
+    def receive(self, tensor: Tensor, axis: str, source: int, backward: bool = False) -> Tensor:
         """Raises `WorldError` where what comes is another tensor than this one."""
         assert self._messages is not None
-        sent = self._messages.receive(self.rank, self._member(axis, source))
+        sent = self._messages.receive(self.rank, self._member(axis, source), backward)
         if (sent.dtype, sent.shape) != (tensor.dtype, tensor.shape):
             wanted, came = _described(tensor), _described(sent)
             raise WorldError(f"rank {self.rank} receives {wanted}, and {came} was sent")
@@ -209,7 +209,7 @@ class _Rank:
     go: threading.Lock = field(default_factory=_taken)
     call: _Call | None = None  # the collective that it waits in
     answer: list[Tensor] = field(default_factory=list)  # what the collective gave it
-    waits_for: int | None = None  # the rank from which it waits for a message
+    waits_for: tuple[int, bool] | None = None  # the rank from which it waits for a message, and whether of the backward
     finished: bool = False
     result: Any = None
 
@@ -244,7 +244,8 @@ class _Simulation:
             _Rank(Thread(partial(self._rank_main, index), daemon=True), torch.get_rng_state())
             for index in range(mesh.size)
         ]
-        self.messages: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)  # by who sends and who receives
+        # By who sends and who receives, and whether it is one of the backward.
+        self.messages: dict[tuple[int, int, bool], deque[Tensor]] = defaultdict(deque)
         self.ready = deque(range(mesh.size))
         self.ended = _taken()  # released when a rank failed or no rank can go on
         self.running = 0
@@ -322,21 +323,21 @@ class _Simulation:
             self._let_others(rank)
         return rank.answer
 
-    def send(self, rank: int, to: int, tensor: Tensor) -> None:
+    def send(self, rank: int, to: int, backward: bool, tensor: Tensor) -> None:
         """In the thread of a rank: leave a message for another, which may be waiting for it."""
         self._own(rank)
-        self.messages[rank, to].append(tensor)
-        if self.ranks[to].waits_for == rank:
+        self.messages[rank, to, backward].append(tensor)
+        if self.ranks[to].waits_for == (rank, backward):
             self.ranks[to].waits_for = None
             self.ready.append(to)
 
-    def receive(self, rank: int, source: int) -> Tensor:
+    def receive(self, rank: int, source: int, backward: bool) -> Tensor:
         """In the thread of a rank: wait for a message of another."""
         own = self._own(rank)
-        if not self.messages[source, rank]:
-            own.waits_for = source
+        if not self.messages[source, rank, backward]:
+            own.waits_for = source, backward
             self._let_others(own)
-        return self.messages[source, rank].popleft()
+        return self.messages[source, rank, backward].popleft()
 
     def _own(self, index: int) -> _Rank:
         """The rank whose thread this is."""
@@ -376,7 +377,7 @@ class _Simulation:
             if rank.call is not None:
                 return f"waits in {rank.call}"
             if rank.waits_for is not None:
-                return f"waits for a message of rank {rank.waits_for}"
+                return f"waits for a message of rank {rank.waits_for[0]}"
             return "is running" if index == self.running else "is ready to go on"
 
         return "".join(f"\n  rank {index} {of(index, rank)}" for index, rank in enumerate(self.ranks))

@@ -134,7 +134,7 @@ class Decisions:
 
     @cached_property
     def read_by_stages(self) -> Mapping[str, frozenset[int]]:
-        """The stages that compute with each parameter, and with what follows from parameters alone.
+        """The groups of ranks that compute with each parameter, and with what follows from parameters alone.
 
         Cached: the plan is frozen.
         """
@@ -142,7 +142,7 @@ class Decisions:
         found: dict[str, frozenset[int]] = {}
         for node in reversed(self.capture.nodes):
             if (stage := self.stages.of.get(node.name)) is not None:
-                stages = frozenset([stage])
+                stages = frozenset([self.stages.group(stage)])
             else:
                 stages = frozenset[int]().union(*(found.get(name, frozenset()) for name in node.results))
             for name in node.operands:

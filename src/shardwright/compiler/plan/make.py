@@ -41,11 +41,12 @@ def make_plan(capture: Capture, request: PlanRequest) -> Plan:
 
 
 def _made(graph: RuledGraph, request: PlanRequest) -> Plan:
-    if request.microbatches is not None:
-        raise UsageError(
-            f"microbatches={request.microbatches} goes with stages, which the mesh {request.mesh} lacks; type "
-            f"mesh='{PIPELINE}=2,...' (--mesh)"
-        )
+    for name in ("microbatches", "schedule"):
+        if (given := getattr(request, name)) is not None:
+            raise UsageError(
+                f"{name}={given!r} goes with stages, which the mesh {request.mesh} lacks; type "
+                f"mesh='{PIPELINE}=2,...' (--mesh)"
+            )
     if request.searched is None:
         return data_parallel_plan(graph, request)
     from shardwright.compiler.plan.meshes import searched_plan  # modes that search nothing load no search

@@ -22,6 +22,7 @@ from shardwright.compiler.mesh.layout import Layout, Split
 from shardwright.compiler.mesh.mesh import MICROBATCHES, Axis, Link, Mesh, Stages
 from shardwright.compiler.plan.decisions import Decisions
 from shardwright.compiler.plan.device_memory import DeviceMemory, MemoryModel
+from shardwright.compiler.plan.pipeline.schedule import SCHEDULES
 from shardwright.compiler.plan.pricing.graph import RuledGraph
 from shardwright.compiler.plan.pricing.hardware import Hardware, read_hardware
 from shardwright.compiler.plan.pricing.memory import ADAMW, OptimizerStates
@@ -127,8 +128,10 @@ def _refuse_stages(plan: Decisions) -> None:
     if stages is None:
         return
     unknown = sorted(set(stages.of) - {node.name for node in plan.capture.nodes})
-    if unknown or not set(stages.of.values()) <= set(range(stages.count)):
+    if unknown or not set(stages.of.values()) <= set(range(stages.total)):
         raise PlanError(f"the stages of the plan are not those of its operators ({', '.join(unknown[:5])}); plan again")
+    if stages.schedule not in SCHEDULES or stages.each < 1:
+        raise PlanError(f"the plan has the schedule {stages.schedule!r}, which this release does not know; plan again")
     if stages.microbatches != plan.mesh.sizes.get(MICROBATCHES, 1):
         raise PlanError(f"the plan has {stages.microbatches} microbatches, and its mesh is {plan.mesh}; plan again")
 

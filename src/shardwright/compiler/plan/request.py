@@ -35,6 +35,7 @@ class PlanRequest:
         optimizer: what will update the parameters, and holds states for them.
         recompute: patterns of the paths of modules whose inside the backward is to compute again, kept by no plan.
         microbatches: into how many parts the batch is cut, where the mesh has stages; None: a few for each stage.
+        schedule: the order in which microbatches go through stages; None: 1F1B where the loss allows it.
 
     Raises:
         UsageError: for an unknown mode, search or form of inputs.
@@ -51,6 +52,7 @@ class PlanRequest:
     optimizer: OptimizerStates = ADAMW
     recompute: tuple[str, ...] = ()
     microbatches: int | None = None
+    schedule: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mode", mode_called(self.mode))

@@ -15,7 +15,7 @@ from torch import Tensor
 from shardwright.common.pulse import own_pulse
 from shardwright.compiler.capture import operators
 from shardwright.compiler.capture.ir import Capture
-from shardwright.compiler.lower.operators import draws, kernels, stages
+from shardwright.compiler.lower.operators import draws, kernels, scheduled, stages
 from shardwright.compiler.lower.operators.guard import Guard
 from shardwright.compiler.lower.operators.randomness import mixed
 from shardwright.compiler.lower.program import Instruction, LocalProgram
@@ -48,6 +48,7 @@ _NAMES = {
     "kernels": kernels,
     "ops": operators,
     "recomputed": recomputed,
+    "scheduled": scheduled,
     "stages": stages,
     **{name: getattr(together if name.endswith("_together") else collectives, name) for name in _STEPS},
 }

@@ -52,6 +52,7 @@ class PlanningOptions:
     recompute: tuple[str, ...] = ()
     precision: Precision | None = None
     microbatches: int | None = None
+    schedule: str | None = None
 
     def on_hosts(self, hosts: int | None, devices: int) -> Hardware:
         """Return the prices of so many devices on so many hosts, or on as many as the profile says.
@@ -87,6 +88,7 @@ class PlanningOptions:
             optimizer=self.optimizer,
             recompute=self.recompute,
             microbatches=self.microbatches,
+            schedule=self.schedule,
         )
 
 

@@ -127,6 +127,7 @@ def plan_file(
     hosts: int | None = None,
     mesh: str | None = None,
     microbatches: int | None = None,
+    schedule: str | None = None,
     batch: int | str | None = None,
     mode: Mode | MindSporeMode = "auto",
     search: SearchName | None = None,
@@ -148,6 +149,7 @@ def plan_file(
         devices: how many; those of the mesh or of the loaded plan where None; "min": the fewest on which a plan fits.
         hosts: on how many the devices stand, neighbours side by side; as ``hardware`` says where None.
         microbatches: into how many parts the batch is cut, where the mesh has stages; a few for each stage where None.
+        schedule: the order in which they go through the stages, as `sw.parallelize` takes it.
         batch: how many rows the global batch has; as many as build() gives where None; "search": those of the batch
             that gives the most samples per second.
         hardware: whose prices: the name of a shipped profile, or the path of one.
@@ -178,6 +180,7 @@ def plan_file(
         read_patterns(recompute),
         precision,
         microbatches,
+        schedule,
     )
     planner = FilePlanner(BuildFunction.parse(target), options, progress)
     with recorded() if profile else nullcontext() as record:

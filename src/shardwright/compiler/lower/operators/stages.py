@@ -19,6 +19,7 @@ through the microbatches from the last to the first on all stages: the schedule 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import lru_cache, reduce
 from typing import Any, NamedTuple
@@ -41,21 +42,32 @@ class Pipe:
     def __init__(self, comm: Communicator, device: torch.device) -> None:
         self.comm, self.device = comm, device
         self.stage, self.count = comm.mesh.coordinates(comm.rank)[PIPELINE], comm.mesh.sizes[PIPELINE]
-        self._sent: list[Callable[[], None]] = []
+        self._sent: dict[bool, deque[list[Callable[[], None]]]] = {False: deque(), True: deque()}
 
-    def send(self, tensor: Tensor, to: int) -> None:
-        """Begin to send a tensor to another stage."""
-        self._sent.append(self.comm.send(tensor.detach().contiguous(), PIPELINE, to))
+    def send(self, tensors: Sequence[Tensor], to: int, backward: bool = False) -> None:
+        """Begin to send tensors to another stage, as one message."""
+        begun = [self.comm.send(tensor.detach().contiguous(), PIPELINE, to, backward) for tensor in tensors]
+        self._sent[backward].append(begun)
 
-    def receive(self, shape: Shape, dtype: torch.dtype, source: int) -> Tensor:
+    def receive(self, shape: Shape, dtype: torch.dtype, source: int, backward: bool = False) -> Tensor:
         """Wait for a tensor of another stage."""
-        return self.comm.receive(torch.empty(shape, dtype=dtype, device=self.device), PIPELINE, source)
+        return self.comm.receive(torch.empty(shape, dtype=dtype, device=self.device), PIPELINE, source, backward)
 
-    def wait(self) -> None:
+    def wait(self, backward: bool, left: int = 0) -> None:
+        """Wait until of all messages that were sent, forward or backward, at most so many are ``left`` under way."""
+        sent = self._sent[backward]
+        while len(sent) > left:
+            for finish in sent.popleft():
+                finish()
+
+    def wait_for_all(self) -> None:
         """Wait until all that was sent has gone."""
-        sent, self._sent = self._sent, []
-        for finish in sent:
-            finish()
+        self.wait(False)
+        self.wait(True)
+
+    def given(self, gradient: Tensor | None, shape: Shape, dtype: torch.dtype) -> Tensor:
+        """Return a gradient, zeros where there is none."""
+        return torch.zeros(shape, dtype=dtype, device=self.device) if gradient is None else gradient
 
     def from_stage(self, owner: int, shape: Shape, dtype: torch.dtype, tensor: Tensor | None) -> Tensor:
         """Return on every stage what the stage ``owner`` has; the others give None."""
@@ -169,7 +181,7 @@ class _Fetch(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, _: Tensor | None, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         pipe, facts, parts = ctx.pipe, ctx.facts, ctx.parts
-        pipe.wait()
+        pipe.wait_for_all()
         read = [number for number, fact in enumerate(facts) if pipe.stage in fact.readers]
         own = dict(zip(read, gradients, strict=True))
         found: dict[int, Tensor] = {}
@@ -309,10 +321,8 @@ class _Receive(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor | None, *gradients: Tensor | None) -> tuple[None, ...]:
-        for gradient, (shape, dtype, trained) in zip(gradients, ctx.facts, strict=True):
-            if trained:
-                zeros = torch.zeros(shape, dtype=dtype, device=ctx.pipe.device) if gradient is None else gradient
-                ctx.pipe.send(zeros, ctx.pipe.stage - 1)
+        trained = [(x, fact) for x, fact in zip(gradients, ctx.facts, strict=True) if fact[2]]
+        ctx.pipe.send([ctx.pipe.given(x, shape, dtype) for x, (shape, dtype, _) in trained], ctx.pipe.stage - 1, True)
         return None, None, None
 
 
@@ -326,21 +336,20 @@ class _Send(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pipe: Pipe, trained: tuple[bool, ...], _: Tensor, *tensors: Tensor) -> Tensor:
         ctx.pipe, ctx.facts = pipe, [(t.shape, t.dtype, has) for t, has in zip(tensors, trained, strict=True)]
-        for tensor in tensors:
-            pipe.send(tensor, pipe.stage + 1)
+        pipe.send(tensors, pipe.stage + 1)
         return torch.zeros((), device=pipe.device)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         pipe = ctx.pipe
-        found = [pipe.receive(shape, dtype, pipe.stage + 1) if has else None for shape, dtype, has in ctx.facts]
+        found = [pipe.receive(shape, dtype, pipe.stage + 1, True) if has else None for shape, dtype, has in ctx.facts]
         return None, None, None, *found
 
 
 def wait(pipe: Pipe) -> None:
     """Wait until all that this stage has sent has gone, where no loss does."""
-    pipe.wait()
+    pipe.wait_for_all()
 
 
 def finish(
@@ -357,7 +366,7 @@ class _Finish(torch.autograd.Function):
         ctx: Any, pipe: Pipe, owner: int, shape: Shape, dtype: torch.dtype, loss: Tensor | None, *ends: Tensor
     ) -> Tensor:
         ctx.has, ctx.count, ctx.device = loss is not None, len(ends), pipe.device
-        pipe.wait()
+        pipe.wait_for_all()
         return pipe.from_stage(owner, shape, dtype, loss)
 
     @staticmethod

@@ -23,7 +23,7 @@ from shardwright.compiler.capture.ir import Value
 from shardwright.compiler.lower.call import COMM, Call, Name
 from shardwright.compiler.lower.program import Instruction, LocalProgram, unused, variables
 from shardwright.compiler.mesh.layout import Layout, Split
-from shardwright.compiler.mesh.mesh import MICROBATCHES, PIPELINE
+from shardwright.compiler.mesh.mesh import MICROBATCHES
 from shardwright.compiler.mesh.redistribute import Step
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.rules.table import row_of
@@ -35,12 +35,16 @@ ONCE = -1
 
 @dataclass(frozen=True)
 class Placed:
-    """An instruction, with the stages that do it, the phase in which they do, and the microbatch for which, if any."""
+    """An instruction, with the stages that do it, the phase in which they do, and the microbatch for which, if any.
+
+    It is ``staged`` where it depends on the batch and on parameters, of which one stage then does it.
+    """
 
     instruction: Instruction
     stages: frozenset[int]
     phase: int
     number: int
+    staged: bool
 
     @property
     def group(self) -> tuple[int, int]:
@@ -79,6 +83,7 @@ class Unrolled:
         self._sums_of: dict[str, str] = {}  # sum over microbatches -> the variable that it becomes
         self._same: dict[str, str] = {}  # variable -> the one in whose place it stands
         self._placed: list[Placed] = []
+        self._staged: set[str] = set()  # variables that depend on the batch and on parameters
         for name in leaves:
             layout = plan.leaves[name]
             split = MICROBATCHES in layout.split_axes
@@ -153,7 +158,7 @@ class Unrolled:
     def _stages(self) -> list[frozenset[int]]:
         """Return which stages do each instruction, by its place."""
         assert self.plan.stages is not None
-        everyone = frozenset(range(self.plan.stages.count))
+        everyone = frozenset(range(self.plan.stages.total))
         outputs = set(self.first.outputs.values())
         doing: list[frozenset[int]] = [frozenset()] * len(self.first.instructions)
         owner: dict[str, int] = {}  # of variables that one stage makes
@@ -199,17 +204,25 @@ class Unrolled:
 
     def _add(self, instruction: Instruction, stages: frozenset[int], phase: int, number: int) -> None:
         if stages:
-            self._placed.append(Placed(instruction, stages, phase, number))
+            self._placed.append(Placed(instruction, stages, phase, number, self._is_staged(instruction)))
+
+    def _is_staged(self, instruction: Instruction) -> bool:
+        """Return whether what an instruction makes depends on the batch and on parameters, and note that."""
+        of_stage = instruction.node is not None and instruction.node.name in self.stage_of
+        if staged := of_stage or not self._staged.isdisjoint(instruction.reads):
+            self._staged.update(instruction.outputs)
+        return staged
 
     def _rows_of_inputs(self) -> None:
         """Take from the whole of each input the rows that this rank has of each microbatch."""
+        assert self.plan.stages is not None
         for name in self.first.inputs:
             known = self.known[name]
             if not known.split or self.count == 1:
                 continue
             stages = frozenset[int]().union(*(self.doing[at] for at in self._readers.get(name, ())))
             if name in self.first.outputs.values():
-                stages = frozenset(range(self.plan.devices.sizes[PIPELINE]))
+                stages = frozenset(range(self.plan.stages.total))
             dim = cut_dim(known.layout)
             for number in range(self.count):
                 start, stop = self._bounds(known, dim, number)

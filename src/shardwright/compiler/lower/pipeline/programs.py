@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
@@ -20,55 +20,36 @@ from shardwright.compiler.lower.call import COMM, DEVICE, Call, Name
 from shardwright.compiler.lower.check import check_variables
 from shardwright.compiler.lower.pipeline.microbatches import ONCE, Placed, Unrolled, cut_dim
 from shardwright.compiler.lower.program import Instruction, LocalProgram, variables
-from shardwright.compiler.mesh.mesh import MICROBATCHES, PIPELINE, Mesh
+from shardwright.compiler.mesh.mesh import PIPELINE, Mesh, Stages
 from shardwright.compiler.plan.plan import Plan
-from shardwright.errors import LoweringError
 
-_PIPE, _ANCHOR = Name("pipe"), Name("anchor")
-
-
-def microbatches_of(plan: Plan, rank: int) -> list[int]:
-    """Return the places of a rank on the mesh of a plan with stages, one for each microbatch."""
-    assert plan.stages is not None
-    at = plan.devices.coordinates(rank)
-    inside = {name: place for name, place in at.items() if name != PIPELINE}
-    if MICROBATCHES not in plan.mesh.sizes:
-        return [plan.mesh.rank_at(inside)]
-    return [plan.mesh.rank_at({**inside, MICROBATCHES: number}) for number in range(plan.stages.microbatches)]
-
-
-def in_stages(programs: Sequence[LocalProgram], plan: Plan, rank: int) -> LocalProgram:
-    """Return the program of a rank, of a plan with stages.
-
-    Args:
-        programs: those of all microbatches, for the places that `microbatches_of` gives, as the plan has them.
-
-    Raises:
-        LoweringError: where these differ in more than sizes and positions (a defect, to be reported).
-    """
-    first = programs[0]
-    for other in programs[1:]:
-        if [(i.kind, i.outputs, i.reads) for i in other.instructions] != [
-            (i.kind, i.outputs, i.reads) for i in first.instructions
-        ]:
-            raise LoweringError("the programs of microbatches differ in more than sizes and positions")
-    made = Unrolled(plan, programs)
-    return _OfStage(plan, rank, made).program()
+PIPE, ANCHOR = Name("pipe"), Name("anchor")
 
 
 @dataclass
-class _OfStage:
-    """The program of one stage, of what all do."""
+class OfStage:
+    """The program of a rank, of what all do: all microbatches forward, and the backward as autograd does it."""
 
     plan: Plan
     rank: int
     made: Unrolled
     instructions: list[Instruction] = field(default_factory=list)
     ends: list[str] = field(default_factory=list)
+    whole: dict[str, str] = field(default_factory=dict)  # parameter -> the variable in which it is whole here
 
     @property
-    def stage(self) -> int:
+    def stages(self) -> Stages:
+        assert self.plan.stages is not None
+        return self.plan.stages
+
+    @property
+    def group(self) -> int:
+        """The coordinate of the rank on the axis of stages."""
         return self.plan.devices.coordinates(self.rank)[PIPELINE]
+
+    def own(self, stages: Collection[int]) -> list[int]:
+        """Return those of some stages that are on this rank."""
+        return sorted(stage for stage in stages if self.stages.group(stage) == self.group)
 
     @cached_property
     def owners(self) -> Mapping[str, Placed]:
@@ -80,7 +61,7 @@ class _OfStage:
 
     @cached_property
     def crossing(self) -> Mapping[tuple[int, tuple[int, int]], list[str]]:
-        """Return what goes from a stage to the next one, by the stage and the group, as it is made."""
+        """Return what goes from a stage to the next one, by the stage and by when it goes, as it is made."""
         last: dict[str, int] = {}
         for placed in self.made.placed:
             for name in placed.instruction.reads:
@@ -89,23 +70,24 @@ class _OfStage:
         found: dict[tuple[int, tuple[int, int]], list[str]] = {}
         for name, placed in self.owners.items():
             for stage in range(min(placed.stages), last.get(name, 0)):
-                found.setdefault((stage, placed.group), []).append(name)
+                found.setdefault((stage, self.when(placed)), []).append(name)
         return found
 
+    def when(self, placed: Placed) -> tuple[int, int]:
+        """Return a key of what is done together."""
+        return placed.group
+
     def program(self) -> LocalProgram:
-        first, made = self.made.first, self.made
-        self._add(("pipe",), (), Call("stages.Pipe", (COMM, DEVICE)))
-        whole = self._fetch()
-        for group, together in groupby(made.placed, key=lambda each: each.group):
-            self._receive(group)
-            self.instructions += [placed.instruction for placed in together if self.stage in placed.stages]
-            self._send(group)
+        first = self.made.first
+        self.add(("pipe",), (), Call("stages.Pipe", (COMM, DEVICE)))
+        self._fetch()
+        self.place()
         outputs = {name: self._output(name) for name in first.outputs if name != first.loss}
         if first.loss:
             outputs[first.loss] = self._loss()
         else:
-            self._add((), ("pipe",), Call("stages.wait", (_PIPE,)))
-        renamed = [self._reading_whole(each, whole) for each in self.instructions]
+            self.add((), ("pipe",), Call("stages.wait", (PIPE,)))
+        renamed = [self._reading_whole(each) for each in self.instructions]
         program = dataclasses.replace(
             first,
             rank=self.rank,
@@ -117,32 +99,36 @@ class _OfStage:
         check_variables(program)
         return program
 
-    def _add(self, outputs: tuple[str, ...], reads: tuple[str, ...], call: Call, unpacks: bool = False) -> None:
+    def place(self) -> None:
+        """Add the instructions of this rank, and what it sends and receives."""
+        for when, together in groupby(self.made.placed, key=self.when):
+            self._receive(when)
+            self.instructions += [placed.instruction for placed in together if self.group in placed.stages]
+            self._send(when)
+
+    def add(self, outputs: tuple[str, ...], reads: tuple[str, ...], call: Call, unpacks: bool = False) -> None:
         self.instructions.append(Instruction("pipeline", outputs, reads, call, unpacks=unpacks))
 
-    def _reading_whole(self, instruction: Instruction, whole: Mapping[str, str]) -> Instruction:
-        """Return the instruction with parameters as `stages.fetch` gives them; that itself takes them as they are."""
-        if instruction.call.function == "stages.fetch":
+    def _reading_whole(self, instruction: Instruction) -> Instruction:
+        """Return the instruction with parameters as `stages.fetch` gives them, but where it takes them as stored."""
+        if instruction.call.function in ("stages.fetch", "scheduled.hand_out"):
             return instruction
-        for name in dict.fromkeys(instruction.reads):
-            instruction = instruction.reading(name, whole[name]) if name in whole else instruction
-        return instruction
+        return reading(instruction, self.whole)
 
-    def _fetch(self) -> dict[str, str]:
-        """Let the stages exchange parameters; return the names of the whole ones that this stage has then."""
+    def _fetch(self) -> None:
+        """Let the stages exchange parameters; note the names of the whole ones that this rank has then."""
         readers: dict[str, set[int]] = {name: set() for name in self.made.first.parameters}
         for placed in self.made.placed:
             for name in placed.instruction.reads:
                 if name in readers:
-                    readers[name] |= placed.stages
+                    readers[name] |= {self.stages.group(stage) for stage in placed.stages}
         for name in set(readers).intersection(self.made.first.outputs.values()):
-            readers[name] |= set(range(self.plan.devices.sizes[PIPELINE]))
+            readers[name] |= set(range(self.stages.count))
         facts = [self._parameter(name, sorted(of)) for name, of in readers.items()]
-        mine = [name for name, of in readers.items() if self.stage in of]
-        whole = {name: self.made.fresh(f"{name}_whole") for name in mine}
-        call = Call("stages.fetch", (_PIPE, list(variables(readers)), facts))
-        self._add(("anchor", *whole.values()), ("pipe", *readers), call, unpacks=True)
-        return whole
+        mine = [name for name, of in readers.items() if self.group in of]
+        self.whole = {name: self.made.fresh(f"{name}_whole") for name in mine}
+        call = Call("stages.fetch", (PIPE, list(variables(readers)), facts))
+        self.add(("anchor", *self.whole.values()), ("pipe", *readers), call, unpacks=True)
 
     def _parameter(self, name: str, readers: list[int]) -> tuple[object, ...]:
         value, layout = self.plan.capture.values[name], self.plan.stored[name]
@@ -151,7 +137,7 @@ class _OfStage:
         size = 0 if dim is None else value.shape[dim]
         return dim, size, tuple(readers), self.made.sums.get(name, ()), summed_in, value.needs_gradient
 
-    def _facts(self, name: str) -> tuple[tuple[int, ...], torch.dtype, bool]:
+    def facts(self, name: str) -> tuple[tuple[int, ...], torch.dtype, bool]:
         """The local shape, the dtype of a variable, and whether it has a gradient."""
         placed = self.owners[name]
         known = self.made.known[self.made.original(name, placed.number)]
@@ -159,18 +145,18 @@ class _OfStage:
         shape = known.layout.local_shape(known.value.shape, self.plan.mesh, program.rank)
         return shape, known.value.dtype, known.value.needs_gradient
 
-    def _receive(self, group: tuple[int, int]) -> None:
-        if names := self.crossing.get((self.stage - 1, group)):
-            call = Call("stages.receive", (_PIPE, _ANCHOR, [self._facts(name) for name in names]))
+    def _receive(self, when: tuple[int, int]) -> None:
+        if names := self.crossing.get((self.group - 1, when)):
+            call = Call("stages.receive", (PIPE, ANCHOR, [self.facts(name) for name in names]))
             self.ends.append(self.made.fresh(f"came_{len(self.ends)}"))
-            self._add((self.ends[-1], *names), ("pipe", "anchor"), call, unpacks=True)
+            self.add((self.ends[-1], *names), ("pipe", "anchor"), call, unpacks=True)
 
-    def _send(self, group: tuple[int, int]) -> None:
-        if names := self.crossing.get((self.stage, group)):
-            trained = [self._facts(name)[2] for name in names]
-            call = Call("stages.send", (_PIPE, _ANCHOR, trained, *variables(names)))
+    def _send(self, when: tuple[int, int]) -> None:
+        if names := self.crossing.get((self.group, when)):
+            trained = [self.facts(name)[2] for name in names]
+            call = Call("stages.send", (PIPE, ANCHOR, trained, *variables(names)))
             self.ends.append(self.made.fresh(f"sent_{len(self.ends)}"))
-            self._add((self.ends[-1],), ("pipe", "anchor", *names), call)
+            self.add((self.ends[-1],), ("pipe", "anchor", *names), call)
 
     def _output(self, value: str) -> str:
         """Let all stages have an output; return its variable."""
@@ -179,23 +165,23 @@ class _OfStage:
         known = made.known[variable]
         names = [made.name_of(variable, number) for number in made.numbers(known.split)]
         owner = self.owners.get(names[0])
-        here = owner is None or self.stage in owner.stages
+        here = owner is None or bool(self.own(owner.stages))
         found = names[0]
         if len(names) > 1:
             found = made.fresh(f"{variable}_rows")
             if here:
                 call = Call("stages.joined", (list(variables(names)), cut_dim(known.layout)))
-                self._add((found,), tuple(names), call)
+                self.add((found,), tuple(names), call)
         if owner is None or not known.staged:
             return found
         told = made.fresh(f"{found}_told")
         layout, inside = self.plan.on_devices(known.layout), _inside(self.plan)
         shape = layout.local_shape(known.value.shape, inside, inside.rank_at(self._place(inside)))
-        facts = min(owner.stages), shape, known.value.dtype
-        self._add(
+        facts = self.stages.group(min(owner.stages)), shape, known.value.dtype
+        self.add(
             (told,),
             ("pipe", *([found] if here else [])),
-            Call("stages.told", (_PIPE, *facts, Name(found) if here else None)),
+            Call("stages.told", (PIPE, *facts, Name(found) if here else None)),
         )
         return told
 
@@ -204,19 +190,22 @@ class _OfStage:
         return {name: at[name] for name in mesh.names}
 
     def _loss(self) -> str:
+        owner, name, dtype = self.of_loss()
+        ends = ["anchor", *self.ends]
+        facts = owner, (), dtype, None if name is None else Name(name)
+        call = Call("stages.finish", (PIPE, *facts, list(variables(ends))))
+        self.add(("loss_of_all",), ("pipe", *([name] if name is not None else []), *ends), call)
+        return "loss_of_all"
+
+    def of_loss(self) -> tuple[int, str | None, torch.dtype]:
+        """Return on which group the loss is, its variable where it is this one, and its dtype."""
         made = self.made
         variable = made.first.outputs[made.first.loss]
-        name, known = made.name_of(variable, ONCE), made.known[variable]
-        owner = min(self.owners[name].stages) if name in self.owners else 0
-        here = name not in self.owners or self.stage in self.owners[name].stages
-        ends = ["anchor", *self.ends]
-        facts = owner, (), known.value.dtype, Name(name) if here else None
-        self._add(
-            ("loss_of_all",),
-            ("pipe", *([name] if here else []), *ends),
-            Call("stages.finish", (_PIPE, *facts, list(variables(ends)))),
-        )
-        return "loss_of_all"
+        name, dtype = made.name_of(variable, ONCE), made.known[variable].value.dtype
+        if name not in self.owners:
+            return 0, name, dtype
+        stages = self.owners[name].stages
+        return self.stages.group(min(stages)), name if self.own(stages) else None, dtype
 
     def _groups(self) -> tuple[tuple[str, ...], ...]:
         """Return over which axes some stage communicates."""
@@ -235,6 +224,13 @@ def _in_blocks(instructions: Sequence[Instruction]) -> list[Instruction]:
         name = f"{block}, part {runs[block]}" if block and runs[block] > 1 else block
         found += [dataclasses.replace(each, block=name) for each in run]
     return found
+
+
+def reading(instruction: Instruction, names: Mapping[str, str]) -> Instruction:
+    """Return an instruction with other variables in the places of those that it reads."""
+    for name in dict.fromkeys(instruction.reads):
+        instruction = instruction.reading(name, names[name]) if name in names else instruction
+    return instruction
 
 
 def _inside(plan: Plan) -> Mesh:

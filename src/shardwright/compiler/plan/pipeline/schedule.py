@@ -40,18 +40,32 @@ Table = tuple[tuple[Action, ...], ...]
 """What each group of ranks does, in order."""
 
 
-def schedule_problem(name: str, groups: int, microbatches: int, stages: int) -> str | None:
-    """Return what is wrong with a schedule for so many groups, microbatches and stages; None where nothing is."""
-    if name not in SCHEDULES:
-        return f"schedule is {name!r}; expected one of {', '.join(SCHEDULES)}"
-    if name != "interleaved":
-        return None
-    if stages % groups or stages == groups:
-        return f"{stages} stages cannot be interleaved on {groups} groups of ranks; each needs as many, two or more"
-    if microbatches % groups:
+def read_schedule(given: str) -> tuple[str, int]:
+    """Return the name of a schedule, and how many stages each group of ranks has.
+
+    >>> read_schedule("1f1b"), read_schedule("interleaved"), read_schedule("interleaved:4")
+    (('1f1b', 1), ('interleaved', 2), ('interleaved', 4))
+
+    Raises:
+        UsageError: where it is none.
+    """
+    name, _, each = given.partition(":") if isinstance(given, str) else (None, "", "")
+    if name not in SCHEDULES or (each and not (name == "interleaved" and each.isdigit() and int(each) > 1)):
+        raise UsageError(
+            f"schedule is {given!r}; expected one of {', '.join(map(repr, SCHEDULES))}, or as 'interleaved:4' how many "
+            "stages each group of ranks has (--schedule)"
+        )
+    return name, (int(each or 2) if name == "interleaved" else 1)
+
+
+def schedule_problem(name: str, groups: int, microbatches: int) -> str | None:
+    """Return what is wrong with a schedule for so many groups of ranks and microbatches; None where nothing is."""
+    if name == "interleaved" and groups == 1:
+        return "schedule='interleaved' needs several groups of ranks; type a larger pp= in mesh=, or schedule='1f1b'"
+    if name == "interleaved" and microbatches % groups:
         return (
-            f"schedule='interleaved' needs a number of microbatches that {groups} divides, and there are "
-            f"{microbatches}; type microbatches={max(1, microbatches // groups) * groups} (--microbatches)"
+            f"schedule='interleaved' needs a number of microbatches that {groups} groups of ranks divide, and there "
+            f"are {microbatches}; type microbatches={max(1, microbatches // groups) * groups} (--microbatches)"
         )
     return None
 
@@ -69,7 +83,7 @@ def schedule(name: str, groups: int, microbatches: int, stages: int | None = Non
         UsageError: where there is no such schedule.
     """
     stages = groups if stages is None else stages
-    if problem := schedule_problem(name, groups, microbatches, stages):
+    if problem := schedule_problem(name, groups, microbatches):
         raise UsageError(problem)
     made: dict[str, Callable[[int], tuple[Action, ...]]] = {
         "gpipe": lambda group: _gpipe(group, microbatches),

@@ -8,7 +8,7 @@ is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -19,6 +19,8 @@ from shardwright.compiler.mesh.mesh import MICROBATCHES, PIPELINE, Axis, Mesh, S
 from shardwright.compiler.mesh.redistribute import Collective
 from shardwright.compiler.plan.decisions import Transfer
 from shardwright.compiler.plan.pipeline.cut import cut
+from shardwright.compiler.plan.pipeline.linear import why_not_in_turns
+from shardwright.compiler.plan.pipeline.schedule import read_schedule, schedule_problem
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.cost import Seconds
 from shardwright.compiler.plan.pricing.graph import RuledGraph
@@ -31,6 +33,7 @@ from shardwright.compiler.plan.timing.costs import Costs
 from shardwright.compiler.rules.notation import Strategy
 from shardwright.errors import PlanError, UsageError
 
+_USUAL_SCHEDULE = "1f1b"
 _PER_STAGE = 4  # microbatches, unless a number is asked for: 4 of 5 ranks then compute, of many stages
 
 
@@ -53,6 +56,7 @@ def staged_plan(graph: RuledGraph, request: PlanRequest, make: Callable[[RuledGr
         axes=axes and _without(axes, PIPELINE, MICROBATCHES),
         storage=storage,
         microbatches=None,
+        schedule=None,
         memory=None,
     )
     inside = make(graph, within)
@@ -60,7 +64,20 @@ def staged_plan(graph: RuledGraph, request: PlanRequest, make: Callable[[RuledGr
     plan = _in_time(inside, request, Stages(count, microbatches, {}))
     flow = _Flow(plan)
     flow.refuse()
-    plan = replace(plan, stages=Stages(count, microbatches, flow.stages()), memory=request.memory)
+    name, each = read_schedule(request.schedule) if request.schedule is not None else (_USUAL_SCHEDULE, 1)
+    if problem := schedule_problem(name, count, microbatches):
+        raise UsageError(problem)
+    of = flow.stages(count * each)
+    if microbatches == 1:
+        name = "gpipe"  # there are no turns to take
+    if name != "gpipe" and (problem := why_not_in_turns(plan, flow.staged, of)):
+        if request.schedule is not None:
+            raise PlanError(
+                f"schedule={request.schedule!r} begins the backward before the last forward, and {problem}; "
+                "type schedule='gpipe' (--schedule gpipe)"
+            )
+        name = "gpipe"
+    plan = replace(plan, stages=Stages(count, microbatches, of, name, each), memory=request.memory)
     return plan if request.memory is None else _within_memory(plan, request.memory)
 
 
@@ -73,7 +90,7 @@ def _within_memory(plan: Plan, limit: int) -> Plan:
     stages, recomputed = plan.stages, set(plan.recomputed)
     assert stages is not None
     for stage in range(stages.count):
-        layers = [block.name for block in plan.graph.once(Blocks).repeated() if stage in _stages_of(block, stages)]
+        layers = [block.name for block in plan.graph.once(Blocks).repeated() if stage in _groups_of(block, stages)]
         held = plan.memory_model.of_stage(plan, plan.optimizer, stage)
         while held.total > limit and layers:
             recomputed.add(layers.pop(0))
@@ -89,8 +106,8 @@ def _within_memory(plan: Plan, limit: int) -> Plan:
     return plan
 
 
-def _stages_of(block: Block, stages: Stages) -> set[int]:
-    return {stages.of[node.name] for node in block.nodes if node.name in stages.of}
+def _groups_of(block: Block, stages: Stages) -> set[int]:
+    return {stages.group(stages.of[node.name]) for node in block.nodes if node.name in stages.of}
 
 
 def _usual(rows: int, ranks: int, stages: int) -> int:
@@ -189,22 +206,21 @@ class _Flow:
                 found.append(node)
         return found
 
-    def stages(self) -> Mapping[str, int]:
-        """Return the stage of each of these operators.
+    def stages(self, count: int) -> dict[str, int]:
+        """Return the stage of each of these operators, of ``count`` stages.
 
         Raises:
             PlanError: where there are fewer of them than stages.
         """
-        stages, nodes = self.plan.stages, self.staged
-        assert stages is not None
+        nodes = self.staged
         assert self.plan.hardware is not None
-        if len(nodes) < stages.count:
+        if len(nodes) < count:
             raise PlanError(
-                f"{len(nodes)} operators depend on the batch and on parameters, which are no {stages.count} stages; "
+                f"{len(nodes)} operators depend on the batch and on parameters, which are no {count} stages; "
                 f"choose a smaller {PIPELINE}= in mesh="
             )
         costs = Costs(self.plan, self.plan.hardware)
-        starts = cut([costs.computes_s[node.name] for node in nodes], list(self._crossing(nodes)), stages.count)
+        starts = cut([costs.computes_s[node.name] for node in nodes], list(self._crossing(nodes)), count)
         found, stage = {}, -1
         for at, node in enumerate(nodes):
             stage += at in starts

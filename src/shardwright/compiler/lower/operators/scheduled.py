@@ -1,0 +1,147 @@
+"""The forward and the backward of microbatches in turns, within the forward of a step: the schedules 1F1B and its kin.
+
+A program that runs such a schedule reads like this on the last of two stages:
+
+    pipe = stages.Pipe(comm, device)
+    anchor, w_whole = stages.fetch(pipe, [v, w], [...])
+    (w_leaf,) = scheduled.leaves([w_whole])
+    (loss_m0_zero,) = scheduled.zeros(pipe, [((), torch.float32)])
+    ...
+    (slope_m0,) = scheduled.slopes(loss_zero, [loss_m0_zero])
+    (x_m0,) = scheduled.receive(pipe, 0, [((4, 8), torch.float32, True)])
+    y_m0 = aten.linear.default(x_m0, w_leaf)
+    ...
+    scheduled.backward(pipe, [loss_m0], [slope_m0], None, [], 0, [x_m0])
+    ...
+    loss_of_all = scheduled.hand_out(pipe, 1, (), torch.float32, loss, [anchor, w_whole], [None, w_leaf], [v, w])
+
+What microbatches read together is cut off from autograd: they add up gradients in the leaves. A loss is linear in what
+the microbatches give it, with factors that the batch alone decides (a count of labels), so that its slope is known
+before any of them: it is the gradient of the loss at zeros. Gradients of parameters are then ready when the forward of
+the step ends, and its backward hands them out, times the gradient of the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from shardwright.compiler.lower.operators.stages import Pipe, Shape
+from shardwright.compiler.plan.pipeline.schedule import UNDER_WAY
+
+
+def leaves(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return the tensors as leaves of autograd, in which microbatches add up gradients."""
+    if not torch.is_grad_enabled():
+        return tuple(tensors)
+    return tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors)
+
+
+def zeros(pipe: Pipe, facts: Sequence[tuple[Shape, torch.dtype]]) -> tuple[Tensor, ...]:
+    """Return zeros in place of what microbatches give the loss, of these shapes and dtypes."""
+    grad = torch.is_grad_enabled()
+    return tuple(torch.zeros(shape, dtype=dtype, device=pipe.device, requires_grad=grad) for shape, dtype in facts)
+
+
+def slopes(loss: Tensor, parts: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    """Return the gradient of a loss for each of its ``parts``, None without autograd; leaves add up theirs."""
+    if not (torch.is_grad_enabled() and loss.requires_grad):
+        return (None,) * len(parts)
+    torch.autograd.backward(loss)
+    return tuple(part.grad for part in parts)
+
+
+def receive(pipe: Pipe, source: int, facts: Sequence[tuple[Shape, torch.dtype, bool]]) -> tuple[Tensor, ...]:
+    """Return what a stage on group ``source`` sends, as leaves of autograd.
+
+    Args:
+        facts: the shape and the dtype of each tensor, and whether it has a gradient.
+    """
+    grad = torch.is_grad_enabled()
+    return tuple(pipe.receive(shape, dtype, source).requires_grad_(grad and has) for shape, dtype, has in facts)
+
+
+def send(pipe: Pipe, to: int, *tensors: Tensor) -> None:
+    """Send tensors to a stage on group ``to``; `backward` waits for their gradients."""
+    pipe.wait(False, left=UNDER_WAY)
+    pipe.send(tensors, to)
+
+
+def backward(
+    pipe: Pipe,
+    parts: Sequence[Tensor],
+    slopes: Sequence[Tensor | None],
+    following: int | None,
+    sent: Sequence[Tensor],
+    before: int | None,
+    came: Sequence[Tensor],
+) -> None:
+    """Do the backward of a microbatch in a stage, where autograd is on.
+
+    Args:
+        parts: what it gives the loss, with the gradients that it has, the ``slopes``.
+        sent: what it has sent to a stage on group ``following``, which sends gradients.
+        came: what a stage on group ``before`` has sent, and is sent gradients of.
+    """
+    if not torch.is_grad_enabled():
+        return
+    ends = [(part, slope) for part, slope in zip(parts, slopes, strict=True) if slope is not None]
+    for tensor in sent:
+        assert following is not None
+        ends.append((tensor, pipe.receive(tuple(tensor.shape), tensor.dtype, following, backward=True)))
+    ends = [(tensor, gradient) for tensor, gradient in ends if tensor.requires_grad]
+    if ends:
+        torch.autograd.backward([tensor for tensor, _ in ends], [gradient for _, gradient in ends])
+    if came:
+        assert before is not None
+        pipe.wait(True, left=UNDER_WAY)
+        pipe.send([pipe.given(x.grad, tuple(x.shape), x.dtype) for x in came], before, backward=True)
+
+
+def hand_out(
+    pipe: Pipe,
+    owner: int,
+    shape: Shape,
+    dtype: torch.dtype,
+    loss: Tensor | None,
+    cut: Sequence[Tensor],
+    leaves: Sequence[Tensor | None],
+    parts: Sequence[Tensor],
+) -> Tensor:
+    """Return the loss of group ``owner`` on all ranks; its backward hands out the gradients that are ready.
+
+    Args:
+        cut: what was cut off from autograd, and what ends the exchange of parameters, which has no leaf.
+        leaves: what stood for each of them.
+        parts: the parameters as this rank stores them.
+    """
+    pipe.wait_for_all()
+    value = pipe.from_stage(owner, shape, dtype, loss)
+    trained = [part for part in parts if part.requires_grad]
+    if not (torch.is_grad_enabled() and trained):
+        return value
+    ends, gradients = [], []
+    for whole, leaf in zip(cut, leaves, strict=True):
+        gradient = torch.zeros_like(whole) if leaf is None else leaf.grad
+        if whole.requires_grad and gradient is not None:
+            ends.append(whole)
+            gradients.append(gradient)
+    found = torch.autograd.grad(ends, trained, gradients, allow_unused=True)
+    handed: Tensor = _HandOut.apply(value, found, *trained)  # type: ignore[no-untyped-call]
+    return handed
+
+
+class _HandOut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: Sequence[Tensor | None], *parts: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return loss.view_as(loss)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *(None if x is None else x * gradient.to(x.dtype) for x in ctx.gradients)
