@@ -49,9 +49,9 @@ def language_loss(model, batch):
     return loss, {"logits": logits, "right": (logits.argmax(-1) == labels).sum()}
 
 
-def language():
+def language(rows=5):
     torch.manual_seed(0)
-    words, labels = torch.randint(0, 11, (2, 5, 7))
+    words, labels = torch.randint(0, 11, (2, rows, 7))
     labels[:2, :6] = 0  # counts differ between microbatches
     return Language().double(), (words, labels)
 
@@ -60,6 +60,76 @@ def language():
 def test_losses_outputs_and_gradients_are_those_of_one_device(mesh, microbatches):
     model, batch = language()
     held_against_one_device(model, language_loss, batch, mesh, microbatches)
+
+
+TURNS = [
+    ("pp=2,dp=2", 3, "1f1b"),
+    ("pp=3", 6, None),
+    ("pp=1,dp=2", 3, "1f1b"),
+    ("pp=2", 4, "interleaved:3"),
+    ("pp=3,dp=2", 3, "interleaved"),
+]
+
+
+def test_backwards_that_begin_before_the_last_forward_give_what_one_device_gives():
+    model, batch = language(12)
+    expected = run(plan_of(model, language_loss, batch, Mesh(()), "single"), model, batch)
+    for mesh, microbatches, schedule in TURNS:
+        options = {"microbatches": microbatches, "schedule": schedule}
+        plan = plan_of(model, language_loss, batch, Mesh.parse(mesh), "data", **options)
+        same(run(plan, model, batch), expected, 1e-12)
+        assert plan.stages.schedule == (schedule or "1f1b").partition(":")[0]
+
+
+def test_a_stage_begins_as_many_forwards_as_there_are_stages_from_it_on():
+    model, batch = decoder.Decoder(layers=4).double(), decoder.batch_of(12, 6)
+    plan = plan_of(model, decoder.loss_fn, batch, Mesh.parse("pp=4"), "data", microbatches=6)
+    for stage in range(4):
+        source = lower(plan, stage).source
+        begun = "scheduled.receive(" if stage else "scheduled.send("
+        before, _ = source.split("scheduled.backward(", 1)
+        assert before.count(begun) == 4 - stage
+        assert source.count("scheduled.backward(") == 6
+
+
+def scaled(model, batch):
+    made = model(batch[0])
+    return F.cross_entropy(made, batch[1]) * made.detach().abs().mean()
+
+
+def in_float16(model, batch):
+    with torch.autocast("cpu", torch.float16):
+        return classes(model, batch)
+
+
+def regularised(model, batch):
+    return 3 * F.cross_entropy(model(batch[0]), batch[1]) + model[2].weight.square().sum() / 10
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "why"),
+    [
+        (lambda model, batch: classes(model, batch).sqrt(), r"aten.sqrt.default .* is not linear in what"),
+        (scaled, r"aten.mul.Tensor .* reads what several microbatches have made"),
+        (in_float16, r"computed in float16, .* scale"),
+    ],
+)
+def test_losses_whose_gradient_is_not_known_before_go_through_all_forwards_first(loss_fn, why):
+    model, (x, labels) = classifier().float(), images()
+    batch = x.float(), labels
+    plan = plan_of(model, loss_fn, batch, Mesh.parse("pp=2"), "data", microbatches=2)
+    assert plan.stages.schedule == "gpipe"
+    with pytest.raises(PlanError, match=rf"begins the backward before the last forward, and .*{why}.*schedule='gpipe'"):
+        plan_of(model, loss_fn, batch, Mesh.parse("pp=2"), "data", microbatches=2, schedule="1f1b")
+
+
+def classifier():
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def test_a_loss_to_which_parameters_add_something_goes_in_turns():
+    plan = held_against_one_device(classifier(), regularised, images(), "pp=2,dp=3", 2, schedule="1f1b")
+    assert "_of_zeros = " in lower(plan, 3).source
 
 
 @pytest.mark.parametrize(("mesh", "microbatches"), [("pp=2,dp=2", 2), ("pp=2,tp=2", 3)])
@@ -135,8 +205,8 @@ def test_each_rank_stores_its_share_of_every_parameter_and_sends_to_neighbours_a
     stored = [plan.stored[value.name] for value in plan.capture.of_kind("parameter") if value.shape]
     assert all(layout.split_axes == {PIPELINE} for layout in stored)
     lines = [lower(plan, rank).source for rank in range(4)]
-    assert [text.count("stages.receive(") for text in lines] == [0, 2, 2, 2]
-    assert [text.count("stages.send(") for text in lines] == [2, 2, 2, 0]
+    assert [text.count(".receive(") for text in lines] == [0, 2, 2, 2]
+    assert [text.count(".send(") for text in lines] == [2, 2, 2, 0]
 
 
 def test_a_plan_with_stages_is_read_back_from_its_json():

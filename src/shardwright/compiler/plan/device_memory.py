@@ -11,6 +11,7 @@ from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.mesh.redistribute import copies
 from shardwright.compiler.plan.decisions import Decisions, Transfer
+from shardwright.compiler.plan.pipeline.schedule import most_held, schedule
 from shardwright.compiler.plan.pricing.cost import largest_inside, reduced_in_buckets
 from shardwright.compiler.plan.pricing.joined import SmallGather, in_gathers, small_gather, together_bytes
 from shardwright.compiler.plan.pricing.memory import Block, OptimizerStates, local_bytes
@@ -78,7 +79,7 @@ class MemoryModel:
     def held(self, plan: Decisions, optimizer: OptimizerStates) -> DeviceMemory:
         """Return the bytes that are held under a plan of these decisions; of stages, by the one that holds most."""
         if plan.stages is not None:
-            every = (self.of_stage(plan, optimizer, stage) for stage in range(plan.stages.count))
+            every = (self.of_stage(plan, optimizer, group) for group in range(plan.stages.count))
             return max(every, key=lambda held: held.total)
         return self._held(plan, optimizer)
 
@@ -99,16 +100,22 @@ class MemoryModel:
         always = found.parameters + found.optimizer + found.buffers + found.inputs
         return replace(found, transient=max(0, always + most - found.total))
 
-    def of_stage(self, plan: Decisions, optimizer: OptimizerStates, stage: int) -> DeviceMemory:
-        """Return the bytes that a rank of a pipeline stage holds, with what it saves of all microbatches.
+    def of_stage(self, plan: Decisions, optimizer: OptimizerStates, group: int) -> DeviceMemory:
+        """Return the bytes that a rank holds of a group with pipeline stages, and of the microbatches it has begun.
 
         Parameters and gradients are those that it stores, and those that it computes with, whole. What stages exchange
         before the forward and behind the backward, in three buffers, is there while nothing is saved.
         """
         assert plan.stages is not None
-        values, rank = plan.capture.values, self._rank % (plan.mesh.size // plan.stages.microbatches)
-        names = {node.name for node in plan.capture.nodes if plan.stages.of.get(node.name, stage) == stage}
-        saved = plan.stages.microbatches * sum(_saved(plan, self._lying(plan), names).values())
+        stages, lying = plan.stages, self._lying(plan)
+        values, rank = plan.capture.values, self._rank % (plan.mesh.size // stages.microbatches)
+        of = {node.name: stages.of.get(node.name) for node in plan.capture.nodes}
+        names = {name for name, stage in of.items() if stage is None or stages.group(stage) == group}
+        table = schedule(stages.schedule, stages.count, stages.microbatches, stages.total)
+        saved = sum(
+            held * sum(_saved(plan, lying, {name for name in names if of[name] in (stage, None)}).values())
+            for stage, held in most_held(table[group]).items()
+        )
         stored = {
             v.name: local_bytes(v, plan.stored[v.name], plan.devices, rank)
             for v in values.values()
@@ -118,7 +125,7 @@ class MemoryModel:
         read = [
             v
             for v in plan.capture.of_kind("parameter")
-            if stage in plan.read_by_stages[v.name] and plan.stored[v.name] != plan.leaves[v.name]
+            if group in plan.read_by_stages[v.name] and plan.stored[v.name] != plan.leaves[v.name]
         ]
         whole = {value.name: local_bytes(value, plan.leaves[value.name], plan.mesh, self._rank) for value in read}
         of_kind = Counter[str]()
@@ -133,7 +140,7 @@ class MemoryModel:
             inputs=of_kind["input"],
             communication=max(self._largest_buffer, 3 * sum(whole.values()) - saved),
             recomputed=max(
-                (size for name, size in _remade(plan, self._lying(plan)).items() if name in _blocks_among(plan, names)),
+                (size for name, size in _remade(plan, lying).items() if name in _blocks_among(plan, names)),
                 default=0,
             ),
             transient=self._held(plan, optimizer).transient,  # of one microbatch

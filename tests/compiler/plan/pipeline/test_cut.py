@@ -1,4 +1,4 @@
-"""The cut into stages is the best of all, and the time line is that of GPipe."""
+"""The cut into stages is the best of all."""
 
 from itertools import combinations
 
@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.compiler.plan.pipeline.costs import passing
 from shardwright.compiler.plan.pipeline.cut import cut
 
 SECONDS = st.integers(0, 20).map(float)
@@ -31,12 +30,3 @@ def test_no_cut_has_a_quicker_slowest_stage_or_crosses_less(data, count, operato
 def test_fewer_operators_than_stages_are_refused():
     with pytest.raises(ValueError, match="2 operators are no 3 stages"):
         cut([1.0, 1.0], [0.0, 0.0], 3)
-
-
-@given(st.integers(1, 8), st.integers(1, 16), st.integers(1, 9))
-def test_equal_stages_wait_as_long_as_the_formula_of_gpipe_says(stages, microbatches, takes):
-    assert passing([float(takes)] * stages, [0.0] * (stages - 1), microbatches) == takes * (microbatches + stages - 1)
-
-
-def test_the_slowest_stage_sets_the_pace_and_messages_are_waited_for():
-    assert passing([1.0, 3.0, 1.0], [0.5, 0.5], 4) == 1 + 0.5 + 4 * 3 + 0.5 + 1

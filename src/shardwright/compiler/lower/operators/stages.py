@@ -174,8 +174,9 @@ class _Fetch(torch.autograd.Function):
         sharded = [number for number, fact in enumerate(facts) if fact.dim is not None]
         wholes = _gathered(pipe, facts, ctx.parts, sharded)
         read = [number for number, fact in enumerate(facts) if pipe.stage in fact.readers]
-        anchor = torch.zeros((), device=pipe.device)
-        return anchor, *(wholes[n] if n in wholes else parts[n].view_as(parts[n]) for n in read)
+        found = {n: wholes[n] if n in wholes else parts[n].view_as(parts[n]) for n in read}
+        ctx.mark_non_differentiable(*(found[n] for n in read if not facts[n].trained))
+        return torch.zeros((), device=pipe.device), *found.values()
 
     @staticmethod
     @once_differentiable

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -11,6 +11,7 @@ from shardwright.compiler.mesh.mesh import MICROBATCHES, PIPELINE, Axis, Mesh
 from shardwright.compiler.mesh.redistribute import Collective, Step
 from shardwright.compiler.plan.decisions import Transfer
 from shardwright.compiler.plan.device_memory import DeviceMemory, MemoryModel
+from shardwright.compiler.plan.pipeline.schedule import Run, StageSeconds, schedule, simulate
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.hardware import Hardware
 from shardwright.compiler.plan.pricing.memory import local_bytes
@@ -21,7 +22,8 @@ from shardwright.compiler.plan.timing.costs import Costs
 class StageCost:
     """What a stage takes for one microbatch, and what it holds in a step.
 
-    ``message_s`` is what its results take to the next stage, and as much their gradients back.
+    ``message_s`` is what its results take to the next stage, and as much their gradients back; ``held`` what a rank of
+    its group does, with all stages of that.
     """
 
     modules: tuple[str, ...]
@@ -50,31 +52,31 @@ class StagedCosts:
         """Seconds of a step: all microbatches forward and backward, the exchange of parameters, and their update."""
         return self.line_s + self.exchange_s + self.updating_s + self.hardware.around_s
 
-    @cached_property
+    @property
     def line_s(self) -> float:
-        """Seconds in which the microbatches go through the stages, forward and then backward: GPipe's schedule.
-
-        Cached, as all of this class: the plan and the hardware are frozen.
-        """
-        forward = passing([stage.forward_s for stage in self.stages], self._messages, self.cut.microbatches)
-        backwards = [stage.backward_s for stage in reversed(self.stages)]
-        return forward + passing(backwards, self._messages[::-1], self.cut.microbatches)
+        """Seconds in which the microbatches go through the stages, forward and backward."""
+        return self.run.seconds
 
     @property
     def idle(self) -> float:
-        """The share of the time in which the slowest stage waits for microbatches, the bubble."""
-        busy = self.cut.microbatches * max(stage.both_s for stage in self.stages)
-        return 1 - busy / self.line_s if self.line_s else 0.0
+        """The share of the time in which the busiest group of ranks waits for microbatches, the bubble."""
+        return self.run.idle
 
-    @property
-    def _messages(self) -> list[float]:
-        return [stage.message_s for stage in self.stages[:-1]]
+    @cached_property
+    def run(self) -> Run:
+        """The schedule, gone through with the seconds of the stages.
+
+        Cached, as all of this class: the plan and the hardware are frozen.
+        """
+        cut = self.cut
+        table = schedule(cut.schedule, cut.count, cut.microbatches, cut.total)
+        return simulate(table, [StageSeconds(each.forward_s, each.backward_s, each.message_s) for each in self.stages])
 
     @cached_property
     def stages(self) -> tuple[StageCost, ...]:
         """The cost of each stage."""
         model = MemoryModel(self.plan)
-        return tuple(self._stage(stage, model) for stage in range(self.cut.count))
+        return tuple(self._stage(stage, model) for stage in range(self.cut.total))
 
     def _stage(self, stage: int, model: MemoryModel) -> StageCost:
         nodes = [node for node in self.plan.capture.nodes if self.cut.of.get(node.name) == stage]
@@ -86,8 +88,8 @@ class StagedCosts:
                 there, back = self._transfer_s(transfer)
                 forward_s, backward_s = forward_s + there, backward_s + back
         modules = tuple(dict.fromkeys(node.scope for node in nodes))
-        message_s = self._message_s(stage) if stage + 1 < self.cut.count else 0.0
-        held = model.of_stage(self.plan, self.plan.optimizer, stage)
+        message_s = self._message_s(stage) if stage + 1 < self.cut.total else 0.0
+        held = model.of_stage(self.plan, self.plan.optimizer, self.cut.group(stage))
         return StageCost(modules, len(nodes), forward_s, backward_s, message_s, held)
 
     def _forward_s(self, node: Node) -> float:
@@ -149,25 +151,6 @@ class StagedCosts:
         plan = self.plan
         trained = [value for value in plan.capture.of_kind("parameter") if value.needs_gradient]
         return sum(self._costs.objective.leaf(value, plan.stored[value.name], plan.devices) for value in trained)
-
-
-def passing(stages: Sequence[float], messages: Sequence[float], microbatches: int) -> float:
-    """Return the seconds until the last microbatch has passed all stages, each of which does one after the other.
-
-    >>> passing([1.0, 1.0, 1.0], [0.0, 0.0], 4)
-    6.0
-
-    Args:
-        stages: what each takes for a microbatch.
-        messages: what it takes from each to the next.
-    """
-    done = [0.0] * microbatches
-    for stage, takes in enumerate(stages):
-        message, free = messages[stage - 1] if stage else 0.0, 0.0
-        for number in range(microbatches):
-            free = max(free, done[number] + message) + takes
-            done[number] = free
-    return done[-1]
 
 
 def crossing_bytes(plan: Plan, stage: int) -> Iterator[int]:

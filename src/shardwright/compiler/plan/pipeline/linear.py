@@ -25,7 +25,10 @@ _LINEAR = {
         "sum.dim_IntList", "t.default", "to.dtype", "transpose.int", "unsqueeze.default", "view.default",
     )
 }  # fmt: skip
-_SUMS = {f"aten.{name}" for name in ("add.Tensor", "sub.Tensor", "rsub.Scalar", "add.Scalar", "sub.Scalar", "stack.default", "cat.default")}
+_SUMS = {
+    f"aten.{name}"
+    for name in ("add.Tensor", "sub.Tensor", "rsub.Scalar", "add.Scalar", "sub.Scalar", "stack.default", "cat.default")
+}
 
 
 def why_not_in_turns(plan: Plan, staged: Sequence[Node], stage_of: dict[str, int]) -> str | None:
@@ -81,7 +84,7 @@ def _nonlinear(plan: Plan, node: Node, staged: set[str]) -> str | None:
     """Return what is wrong with an operator behind all microbatches that has a gradient."""
     values = plan.capture.values
     if plan.stages is not None and plan.stages.microbatches > 1 and _of_microbatch(plan, node):
-        return "compares samples of different microbatches"
+        return "reads what several microbatches have made"
     trained = [i for i, name in enumerate(node.operands) if name in staged and values[name].needs_gradient]
     others = [name for i, name in enumerate(node.operands) if i not in trained]
     if any(name in staged for name in others):

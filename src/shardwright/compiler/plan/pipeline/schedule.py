@@ -187,7 +187,7 @@ def simulate(table: Table, stages: Sequence[StageSeconds]) -> Run:
     assert not stuck, f"the groups wait for each other forever, before {', '.join(stuck)}"
     _check_order(table, count)
     busy = tuple(sum(_takes(each, stages) for each in row) for row in table)
-    return Run(ends, tuple(map(_most_held, table)), busy)
+    return Run(ends, tuple(most_held(row).total() for row in table), busy)
 
 
 def _takes(action: Action, stages: Sequence[StageSeconds]) -> float:
@@ -230,11 +230,17 @@ def _may_send(action: Action, done: Sequence[Action], ends: dict[Action, float],
     return all(reader in ends for reader in sent[:-UNDER_WAY])
 
 
-def _most_held(row: Sequence[Action]) -> int:
-    held, most = Counter[int](), 0
+def most_held(row: Sequence[Action]) -> Counter[int]:
+    """Return the microbatches of each stage that a group holds when it holds most, from their forward to the backward.
+
+    >>> most_held(schedule("interleaved", 2, 4, 4)[0])
+    Counter({0: 3, 2: 2})
+    """
+    held, most = Counter[int](), Counter[int]()
     for kind, stage, _ in row:
         held[stage] += 1 if kind == "forward" else -1
-        most = max(most, held.total())
+        if held.total() > most.total():
+            most = +held
     return most
 
 

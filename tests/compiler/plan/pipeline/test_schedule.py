@@ -1,0 +1,72 @@
+"""Schedules of pipelines end, hold as many microbatches as theory says, and wait as long."""
+
+import itertools
+
+import pytest
+
+from shardwright.compiler.plan.pipeline.schedule import Action, StageSeconds, read_schedule, schedule, simulate
+from shardwright.errors import UsageError
+
+GROUPS, MICROBATCHES = range(1, 9), range(1, 17)
+FORWARD, BACKWARD = 1.0, 2.0
+
+
+def equal(stages, parts=1):
+    return [StageSeconds(FORWARD / parts, BACKWARD / parts)] * stages
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_a_bubble_lasts_for_as_many_microbatches_as_there_are_other_stages(name):
+    for groups, microbatches in itertools.product(GROUPS, MICROBATCHES):
+        run = simulate(schedule(name, groups, microbatches), equal(groups))
+        assert run.seconds == (microbatches + groups - 1) * (FORWARD + BACKWARD)
+        held = [microbatches if name == "gpipe" else min(microbatches, groups - group) for group in range(groups)]
+        assert list(run.held) == held
+
+
+def test_interleaved_stages_wait_a_fraction_of_the_time():
+    for groups, rounds, each in itertools.product(range(2, 9), range(1, 5), (2, 3, 4)):
+        microbatches = groups * rounds
+        run = simulate(schedule("interleaved", groups, microbatches, groups * each), equal(groups * each, each))
+        whole = (microbatches + (groups - 1) / each) * (FORWARD + BACKWARD)
+        assert run.seconds == pytest.approx(whole)
+        behind = [2 * (groups - 1 - group) + (each - 1) * groups + 1 for group in range(groups)]
+        assert list(run.held) == [min(microbatches * each, held) for held in behind]
+
+
+@pytest.mark.parametrize(("name", "each"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 3)])
+def test_every_microbatch_goes_through_every_stage_once_forward_and_backward(name, each):
+    table = schedule(name, 4, 8, 4 * each)
+    found = sorted(action for row in table for action in row)
+    stages = range(4 * each)
+    assert found == sorted(Action(*a) for a in itertools.product(("forward", "backward"), stages, range(8)))
+    assert all(action.stage % 4 == group for group, row in enumerate(table) for action in row)
+
+
+def test_groups_that_would_wait_for_each_other_forever_are_found_out():
+    backward_first = tuple(reversed(schedule("1f1b", 2, 2)[0])), schedule("1f1b", 2, 2)[1]
+    with pytest.raises(AssertionError, match="wait for each other forever, before B1@0, B0@1|before B1@0, F0@1"):
+        simulate(backward_first, equal(2))
+
+
+def test_messages_that_are_taken_in_another_order_are_found_out():
+    first, second = schedule("gpipe", 2, 2)
+    with pytest.raises(AssertionError, match="group 1 takes what group 0 sends in another order"):
+        simulate((first, (second[1], second[0], *second[2:])), equal(2))
+
+
+def test_the_slowest_stage_sets_the_pace_and_messages_are_waited_for():
+    stages = [StageSeconds(1.0, 0.0, 0.5), StageSeconds(3.0, 0.0, 0.5), StageSeconds(1.0, 0.0)]
+    run = simulate(schedule("gpipe", 3, 4), stages)
+    assert max(end for action, end in run.ends.items() if action.kind == "forward") == 1 + 0.5 + 4 * 3 + 0.5 + 1
+
+
+@pytest.mark.parametrize("given", ["pipedream", "1f1b:2", "interleaved:1", "interleaved:x", 3])
+def test_other_schedules_are_refused(given):
+    with pytest.raises(UsageError, match="expected one of 'gpipe', '1f1b', 'interleaved', or as 'interleaved:4'"):
+        read_schedule(given)
+
+
+def test_interleaved_stages_need_microbatches_that_the_groups_divide():
+    with pytest.raises(UsageError, match=r"that 4 groups of ranks divide, and there are 6; type microbatches=4"):
+        schedule("interleaved", 4, 6, 8)
