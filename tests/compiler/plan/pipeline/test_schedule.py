@@ -45,7 +45,7 @@ def test_every_microbatch_goes_through_every_stage_once_forward_and_backward(nam
 
 def test_groups_that_would_wait_for_each_other_forever_are_found_out():
     backward_first = tuple(reversed(schedule("1f1b", 2, 2)[0])), schedule("1f1b", 2, 2)[1]
-    with pytest.raises(AssertionError, match="wait for each other forever, before B1@0, B0@1|before B1@0, F0@1"):
+    with pytest.raises(AssertionError, match="wait for each other forever, before B1@0"):
         simulate(backward_first, equal(2))
 
 

@@ -8,9 +8,10 @@ from shardwright.compiler.lower.pipeline.in_turns import InTurns
 from shardwright.compiler.lower.pipeline.microbatches import Unrolled
 from shardwright.compiler.lower.pipeline.programs import OfStage
 from shardwright.compiler.lower.program import LocalProgram
-from shardwright.compiler.mesh.mesh import MICROBATCHES, PIPELINE
+from shardwright.compiler.mesh.mesh import MICROBATCHES, PIPELINE, Stages
+from shardwright.compiler.plan.pipeline.linear import why_not_in_turns
 from shardwright.compiler.plan.plan import Plan
-from shardwright.errors import LoweringError
+from shardwright.errors import LoweringError, PlanError
 
 
 def microbatches_of(plan: Plan, rank: int) -> list[int]:
@@ -39,5 +40,20 @@ def in_stages(programs: Sequence[LocalProgram], plan: Plan, rank: int) -> LocalP
         ]:
             raise LoweringError("the programs of microbatches differ in more than sizes and positions")
     assert plan.stages is not None
-    kind = OfStage if plan.stages.schedule == "gpipe" else InTurns
+    kind = InTurns if plan.stages.schedule != "gpipe" and _may_take_turns(plan, plan.stages) else OfStage
     return kind(plan, rank, Unrolled(plan, programs)).program()
+
+
+def _may_take_turns(plan: Plan, stages: Stages) -> bool:
+    """Return whether forwards and backwards can take turns, for a batch that may have other sizes than the plan's.
+
+    Raises:
+        PlanError: where they cannot, and groups of ranks have several stages, for which there is no other way.
+    """
+    problem = why_not_in_turns(plan, stages.of)
+    if problem and stages.each > 1:
+        raise PlanError(
+            f"stages are interleaved, and for a batch of {plan.capture.rows} rows {problem}; give batches whose rows "
+            f"{stages.microbatches} microbatches divide, or type schedule='1f1b'"
+        )
+    return problem is None

@@ -7,7 +7,7 @@ is a sum over a count of labels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import torch
 
@@ -31,14 +31,14 @@ _SUMS = {
 }
 
 
-def why_not_in_turns(plan: Plan, staged: Sequence[Node], stage_of: dict[str, int]) -> str | None:
+def why_not_in_turns(plan: Plan, stage_of: Mapping[str, int]) -> str | None:
     """Return why forwards and backwards of a plan cannot take turns; None where they can.
 
     Args:
-        staged: the operators that depend on the batch and on parameters, in order of execution.
-        stage_of: the stage of each of them.
+        stage_of: the stage of each operator that depends on the batch and on parameters.
     """
     values = plan.capture.values
+    staged = [node for node in plan.capture.nodes if node.name in stage_of]
     halves = [v.name for v in values.values() if v.dtype == torch.float16 and v.needs_gradient]
     if halves and plan.capture.loss:
         return (

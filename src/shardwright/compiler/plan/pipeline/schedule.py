@@ -113,7 +113,7 @@ def _in_turns(forwards: Sequence[Action], backwards: Sequence[Action], first: in
 
 
 def _interleaved(group: int, groups: int, microbatches: int, chunks: int) -> tuple[Action, ...]:
-    """Return 1F1B in rounds: so many microbatches as there are groups through the group's first stage, its second, ..."""
+    """Return 1F1B in rounds: as many microbatches as there are groups through its first stage, then its second, ..."""
     order = [
         (chunk, start + place)
         for start in range(0, microbatches, groups)

@@ -70,7 +70,7 @@ def staged_plan(graph: RuledGraph, request: PlanRequest, make: Callable[[RuledGr
     of = flow.stages(count * each)
     if microbatches == 1:
         name = "gpipe"  # there are no turns to take
-    if name != "gpipe" and (problem := why_not_in_turns(plan, flow.staged, of)):
+    if name != "gpipe" and (problem := why_not_in_turns(plan, of)):
         if request.schedule is not None:
             raise PlanError(
                 f"schedule={request.schedule!r} begins the backward before the last forward, and {problem}; "
