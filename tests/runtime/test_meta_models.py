@@ -1,5 +1,7 @@
 """Models on the meta device train as those with values do, and no rank ever holds the whole of what is split."""
 
+from weakref import ref
+
 import pytest
 import torch
 from torch import nn
@@ -7,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 import shardwright as sw
 from ranks import run_ranks
-from shardwright.common.torch_private import MemoryOf, operators_called
+from shardwright.common.torch_private import operators_called
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.errors import UsageError
 from shardwright.runtime import captured
@@ -115,8 +117,8 @@ def counting_place():
             results = operator(*operands, **kwargs)
             for tensor in results if isinstance(results, (tuple, list)) else (results,):
                 if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor) and not tensor.is_meta:
-                    known[MemoryOf(tensor)] = tensor.untyped_storage().nbytes()
-            for memory in [memory for memory in known if memory.is_free]:
+                    known[ref(tensor.untyped_storage())] = tensor.untyped_storage().nbytes()
+            for memory in [memory for memory in known if memory() is None]:
                 del known[memory]
             most[0] = max(most[0], sum(known.values()))
             return results

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from weakref import ref
 
 import pytest
 import torch
@@ -10,7 +11,6 @@ from torch.nn import functional as F
 
 import shardwright as sw
 from ranks import run_ranks
-from shardwright.common.torch_private import MemoryOf
 from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.lower.lower import lower
 from shardwright.compiler.mesh.mesh import Mesh
@@ -82,7 +82,7 @@ def stepped(plan, model, batch, monkeypatch, between, backwards=1):
     gathered, noted = [], ReshardAfterForward._note
 
     def note(self, wholes, collective):
-        gathered.extend(map(MemoryOf, wholes))
+        gathered.extend(ref(whole.untyped_storage()) for whole in wholes)
         noted(self, wholes, collective)
 
     monkeypatch.setattr(ReshardAfterForward, "_note", note)
@@ -101,7 +101,7 @@ def stepped(plan, model, batch, monkeypatch, between, backwards=1):
         loss = execution(StepArguments(parts["parameter"], [], parts["input"], [], 0, 0))[0]
         between(parts["parameter"])
         assert gathered
-        alive = sum(not memory.is_free for memory in gathered)
+        alive = sum(memory() is not None for memory in gathered)
         for number in reversed(range(backwards)):
             loss.backward(retain_graph=number > 0)
         return alive, [parameter.grad for parameter in parts["parameter"]]

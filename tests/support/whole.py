@@ -13,13 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from device import DEVICE, placed
-from shardwright.common.torch_private import MemoryOf
 from shardwright.compiler.capture.capture import flatten_batch
 from shardwright.compiler.capture.ir import Capture
 from shardwright.compiler.capture.step import captured_step
@@ -293,26 +292,27 @@ def communicated(plan: Plan, model: nn.Module, batch: Any, monkeypatch: pytest.M
 class Watching(TorchDispatchMode):
     """Sees every tensor that an operator makes, and the most bytes that were alive at once."""
 
-    def __init__(self, ignored: Collection[MemoryOf] = ()) -> None:
+    def __init__(self, ignored: Collection[weakref.ref[UntypedStorage]] = ()) -> None:
         super().__init__()
         self.ignored, self.peak = ignored, 0
-        self.alive: dict[MemoryOf, int] = {}
+        self.alive: dict[weakref.ref[UntypedStorage], int] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(results):
             if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor):
                 continue  # a DTensor has no memory but that of its part
-            if MemoryOf(tensor) not in self.ignored:
-                self.alive[MemoryOf(tensor)] = tensor.untyped_storage().nbytes()
-        self.alive = {memory: size for memory, size in self.alive.items() if not memory.is_free}
+            memory = tensor.untyped_storage()
+            if weakref.ref(memory) not in self.ignored:
+                self.alive[weakref.ref(memory)] = memory.nbytes()
+        self.alive = {known: size for known, size in self.alive.items() if known() is not None}
         self.peak = max(self.peak, sum(self.alive.values()))
         return results
 
 
 def measured_peak(plan: Plan, model: nn.Module, batch: Any, monkeypatch: pytest.MonkeyPatch) -> int:
     """The most bytes alive on rank 0, with its parts of the leaves, and without the whole ones."""
-    peaks, ignored = {}, {MemoryOf(tensor) for tensor in (*model.parameters(), *model.buffers(), *batch)}
+    peaks, ignored = {}, {weakref.ref(x.untyped_storage()) for x in (*model.parameters(), *model.buffers(), *batch)}
 
     original = simulate
 

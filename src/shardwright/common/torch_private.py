@@ -38,7 +38,6 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.distributed import distributed_c10d
 from torch.export import ExportedProgram
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
-from torch.multiprocessing.reductions import StorageWeakRef  # in no page of torch's documentation
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 from torch.utils import _pytree  # torch has no public pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -580,28 +579,6 @@ def has_hook(parameter: torch.Tensor) -> bool:
 def is_batch_norm(module: torch.nn.Module) -> bool:
     """Return whether a module normalises by statistics of its batch: the class of all of these has no public name."""
     return isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
-
-
-class MemoryOf:
-    """Stands for the memory in which a tensor lies, and is equal to what stands for the same memory alone.
-
-    It keeps the memory from being taken by another tensor's, but not alive. An address would not do, which is given out
-    again, and there is no public weak reference to a tensor's memory.
-    """
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-
-    def __hash__(self) -> int:
-        return hash(self._reference)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, MemoryOf) and bool(self._reference == other._reference)
-
-    @property
-    def is_free(self) -> bool:
-        """Return whether no tensor lies there any more."""
-        return bool(self._reference.expired())  # type: ignore[no-untyped-call]
 
 
 def code_from_cache() -> tuple[int, int]:

@@ -19,7 +19,7 @@ from weakref import ref
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor, Partial
 
 from shardwright.common import torch_private, trees
@@ -116,7 +116,7 @@ class _Copy:
     """
 
     of: ref[DTensor]
-    whole: torch_private.MemoryOf  # in which the tensor lies
+    whole: ref[UntypedStorage]  # in which the tensor lies
     version: int | None  # of the tensor; None where a write need not count
     words: str
     parts: tuple[Tensor, ...]
@@ -136,7 +136,7 @@ class _Copy:
     @property
     def is_lost(self) -> bool:
         """Return whether it was written to, in place of a tensor that is still there."""
-        return not self.whole.is_free and any(map(_differs, self.before, self.parts))
+        return self.whole() is not None and any(map(_differs, self.before, self.parts))
 
     def begin(self) -> None:
         """Let what it is now be what was given."""
@@ -180,7 +180,7 @@ class _Copies:
         if not parts:
             return
         words = f"{view}() or an index gave of a split tensor of shape {list(tensor.shape)}"
-        copy = _Copy(ref(tensor), torch_private.MemoryOf(torch_private.part_of(tensor)), None, words, parts, ())
+        copy = _Copy(ref(tensor), ref(torch_private.part_of(tensor).untyped_storage()), None, words, parts, ())
         copy.begin()
         forgotten = partial(_forgotten, ref(copy))
         copy.given = tuple(ref(part, forgotten) for part in held)
@@ -199,7 +199,7 @@ class _Copies:
 
     def brought_back(self, value: DTensor, tensor: DTensor) -> None:
         """Note that what was given of a tensor was written to it, as by ``x[i] += 1``."""
-        whole = torch_private.MemoryOf(torch_private.part_of(tensor))
+        whole = ref(torch_private.part_of(tensor).untyped_storage())
         for copy in self._of_memory(value):
             if copy.whole == whole:
                 copy.begin()

@@ -18,9 +18,9 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
-from shardwright.common.torch_private import MemoryOf, after_backward, backward_number, version
+from shardwright.common.torch_private import after_backward, backward_number, version
 from shardwright.compiler.lower.recomputed import before_backward
 from shardwright.compiler.mesh.collectives import Axes, Communicator, begin_all_gather
 from shardwright.compiler.mesh.together import all_gather_together, begin_all_gather_together
@@ -173,7 +173,7 @@ class ReshardAfterForward:
 
     def __init__(self) -> None:
         # Cached by the memory, which no other tensor takes as long as it stands here, for one run of a program.
-        self._known: dict[MemoryOf, _Gathered] = {}
+        self._known: dict[ref[UntypedStorage], _Gathered] = {}
         self._numbered: list[_Gathered] = []  # in the order of the program
         self._expected: list[_Gathered] = []  # what the present section needs
 
@@ -239,7 +239,7 @@ class ReshardAfterForward:
     def _note(self, wholes: Sequence[Tensor], collective: _Collective) -> None:
         if torch.is_grad_enabled():
             members = collective.members()
-            self._known.update(zip(map(MemoryOf, wholes), members, strict=True))
+            self._known.update((ref(whole.untyped_storage()), one) for whole, one in zip(wholes, members, strict=True))
             self._numbered += members
 
     @contextmanager
@@ -256,7 +256,7 @@ class ReshardAfterForward:
         self._known, self._numbered, self._expected = {}, [], []
 
     def _pack(self, kept: Tensor) -> _Part | _Whole:
-        found = self._known.get(MemoryOf(kept))
+        found = self._known.get(ref(kept.untyped_storage()))
         if found is None or found not in self._expected:
             # Detached: a result that its own backward kept with its history would never be freed.
             return _Whole(kept.detach(), version(kept))
