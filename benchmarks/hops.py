@@ -20,16 +20,16 @@ When the communicator asked backends for methods of their own, and ranks compute
 | gloo | local | 27 | 147 | 30 | 180 | 5 | 19 |
 | gloo | loader | 24 | 137 | 28 | 170 | 5 | 19 |
 
-Since then:
+Since one file has what belongs to a batch, one what is to be as it was, and one the state and the run of a program:
 
 | backend | batch | step: files | calls | with update: files | calls | all-reduce: files | functions |
 | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |
-| shm | global | 21 | 87 | 25 | 137 | 3 | 4 |
-| shm | local | 28 | 131 | 31 | 181 | 3 | 4 |
-| shm | loader | 19 | 80 | 23 | 130 | 3 | 4 |
-| gloo | global | 20 | 87 | 24 | 137 | 3 | 4 |
-| gloo | local | 23 | 104 | 27 | 154 | 3 | 4 |
-| gloo | loader | 18 | 80 | 22 | 130 | 3 | 4 |
+| shm | global | 13 | 61 | 14 | 79 | 3 | 4 |
+| shm | local | 13 | 68 | 14 | 86 | 3 | 4 |
+| shm | loader | 13 | 59 | 14 | 77 | 3 | 4 |
+| gloo | global | 12 | 61 | 13 | 79 | 3 | 4 |
+| gloo | local | 12 | 68 | 13 | 86 | 3 | 4 |
+| gloo | loader | 12 | 59 | 13 | 77 | 3 | 4 |
 """
 
 from __future__ import annotations

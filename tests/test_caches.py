@@ -68,7 +68,7 @@ DICTIONARIES = {
     "runtime/graphs/captures.py": ("_known",),
     "runtime/programs/resharded.py": ("_known",),
     "runtime/programs/programs.py": ("parts", "_by_key"),
-    "runtime/programs/storage.py": ("_moved", "_leaves"),
+    "runtime/programs/execute.py": ("_moved", "_leaves"),
     "runtime/updates/optimizers.py": ("_known",),
     "distributed/control.py": ("_beside",),
     "distributed/world.py": ("_worlds",),

@@ -20,8 +20,8 @@ from shardwright.distributed.agreement import from_all_ranks, from_rank_zero
 from shardwright.distributed.backends import table
 from shardwright.distributed.lockstep import Lockstep
 from shardwright.distributed.ranks import ranks_by_collectives
-from shardwright.runtime.programs.storage import agree_on_weights
-from shardwright.runtime.sizes import SizeExchange
+from shardwright.runtime.placing.members import agree_on_weights
+from shardwright.runtime.programs.inputs import SizeExchange
 
 
 def test_a_group_of_some_ranks_takes_nothing_from_the_group_of_all(monkeypatch):

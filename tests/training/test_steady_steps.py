@@ -110,8 +110,9 @@ class Waits:
 
     def __init__(self, parallel):
         self.parallel = parallel
+        parallel._turns.seen = 98
         for check in (parallel._replicas, parallel._same_batch):
-            check._later, check._turns.seen = True, 98
+            check._later = True
 
     def call(self, batch):
         with waits_in_a_step() as waits:

@@ -677,19 +677,8 @@ def acts_on_loads(module: torch.nn.Module) -> bool:
     )
 
 
-def flattened(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a flat copy of tensors of one dtype, one behind the other.
-
-    In C++ for all of them, as torch's DistributedDataParallel does it: calls from Python take five times as long.
-    """
-    if len(tensors) == 1:  # which torch's function gives back as it is
-        return torch.cat([tensors[0].reshape(-1)])
-    flat: torch.Tensor = torch._C._nn.flatten_dense_tensors([*tensors])
-    return flat
-
-
 def views_into(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return where each of several tensors lies in a flat one that has them one behind the other, as `flattened`."""
+    """Return where each of several tensors lies in a flat one that has them one behind the other, in C++."""
     views: list[torch.Tensor] = torch._C._nn.unflatten_dense_tensors(flat, [*tensors])
     # Those of nothing have lost their shape.
     return [view if view.numel() else flat[:0].view(x.shape) for view, x in zip(views, tensors, strict=True)]

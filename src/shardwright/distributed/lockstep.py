@@ -43,9 +43,35 @@ _EXIT_S = 5.0  # for which rank 0, whose store goes with it, waits for others th
 _END, _REST = "end", "rest"
 _ENDED = "ended"  # counts the ranks that have, whatever call they were in when they were interrupted
 
+FIRST = 3
+EVERY = 100
+"""In these calls ranks compare what they have: in the first ones, and then in one of so many."""
+
 _numbers = itertools.count()
 # By world, to whose end they are kept: a model may be gone on one rank when that ends, and not on another.
 _all: WeakKeyDictionary[dist.ProcessGroup, list[Lockstep]] = WeakKeyDictionary()
+
+
+class Turns:
+    """Counts the calls of a model, and knows those in which ranks compare what they have: some, or ``always``."""
+
+    def __init__(self, always: bool = False) -> None:
+        self.seen, self._always = 0, always
+        self.due = False
+        """True in a call in which ranks compare."""
+        self.due_or_after = False
+        """True in the call after one, too: what a GPU is asked for in one is there in the next."""
+
+    def next(self) -> None:
+        """Count one more call."""
+        self.seen += 1
+        before, self.due = self.due, self._always or self.seen <= FIRST or self.seen % EVERY == 0
+        self.due_or_after = before or self.due
+
+    @property
+    def steady(self) -> bool:
+        """Return whether this call is none of the first ones, and few are such as it."""
+        return not self._always and self.seen > FIRST
 
 
 @dataclass(frozen=True)
@@ -73,7 +99,8 @@ class Lockstep:
         self._store, self._rank, self._size = store, rank, size
         self._patience = timedelta(seconds=PATIENCE_S + self._size / 1000)
         self._begun: set[dist.Work] = set()  # collectives that are to be waited for, of a backward outside of calls
-        self._number = 0  # of calls
+        self.calls = 0
+        """The number of calls that this rank has begun."""
         self._torn = 0  # the last call before which a backward of this rank ended with an error
         self._what, self._words = "", ""
         self._came = False  # whether it is known what this rank comes to in the call that it is in
@@ -99,11 +126,6 @@ class Lockstep:
         _all.setdefault(world_group(), []).append(made)
         return made
 
-    @property
-    def number(self) -> int:
-        """Return how many calls this rank has begun."""
-        return self._number
-
     def call(self) -> AbstractContextManager[Lockstep]:
         """Return what stands around one more call. Where it fails here, those that wait for this rank learn of that."""
         return self
@@ -111,10 +133,10 @@ class Lockstep:
     def __enter__(self) -> Lockstep:
         if self._begun:
             self._tear()
-        if self._store is not None and self._posted == self._number > 0:
+        if self._store is not None and self._posted == self.calls > 0:
             with self._reaching_others():
-                self._store.delete_key(f"{self._number}/first")
-        self._number, self._came, self._broken = self._number + 1, False, False
+                self._store.delete_key(f"{self.calls}/first")
+        self.calls, self._came, self._broken = self.calls + 1, False, False
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -135,14 +157,14 @@ class Lockstep:
             WorldError: where another rank has failed.
         """
         self._came = True
-        after = " after an error in its last backward" if self._torn == self._number else ""
+        after = " after an error in its last backward" if self._torn == self.calls else ""
         what += after
         if self._store is not None and what != self._what:
             self._what, self._words = what, words() + after
             with self._reaching_others():
                 self._wait_for_all(self._store)
-            self._together = self._number
-        self._passed = self._number
+            self._together = self.calls
+        self._passed = self.calls
 
     def rest(self, words: str) -> None:
         """Wait until all ranks have come to an end of their calls, after which more may come.
@@ -171,9 +193,9 @@ class Lockstep:
                 return
             if time.monotonic() > look_s:
                 self._look(store)
-                store.set("asked", str(self._number))
+                store.set("asked", str(self.calls))
                 look_s = time.monotonic() + self._patience.total_seconds()
-        raise WorldError(f"others have not come to call {self._number} of the model within {TIMEOUT_S:g} s")
+        raise WorldError(f"others have not come to call {self.calls} of the model within {TIMEOUT_S:g} s")
 
     def run(
         self, collective: Callable[..., dist.Work | None], *tensors: Tensor, group: dist.ProcessGroup | None = None
@@ -230,7 +252,7 @@ class Lockstep:
                 if self._together < asked <= self._passed:  # all others came to something else, as this one did not
                     mine = json.dumps([json.loads(store.get(f"{asked}/first")), asdict(self._card(""))])
                     store.compare_set(f"{asked}/unlike", "", mine)
-                self._tell_who_comes_no_more(store, self._number)
+                self._tell_who_comes_no_more(store, self.calls)
 
     def _tell_who_comes_no_more(self, store: Store, number: int) -> None:
         """Write to stderr, once for a call, that another rank makes none any more.
@@ -273,7 +295,7 @@ class Lockstep:
 
     def _say_end(self, store: Store) -> None:
         with self.call():
-            self._what, self._words, self._came = _END, f"has ended after {self._number - 1} calls", True
+            self._what, self._words, self._came = _END, f"has ended after {self.calls - 1} calls", True
             self._post(store)
 
     def wait_until_all(self, count: str, timeout_s: float, but: int = 0) -> None:
@@ -289,7 +311,7 @@ class Lockstep:
         Something begun in it is not waited for; all ranks still come to the next call in the same state.
         """
         self._begun.clear()
-        self._torn = self._number + 1
+        self._torn = self.calls + 1
         own_pulse().spoil()
         if self._store is not None:
             with suppress(Exception):
@@ -297,13 +319,13 @@ class Lockstep:
                 self._posted = 0  # which stays
 
     def _count(self) -> str:
-        return f"{self._number}/{hashlib.sha256(self._what.encode()).hexdigest()[:16]}"
+        return f"{self.calls}/{hashlib.sha256(self._what.encode()).hexdigest()[:16]}"
 
     def _look(self, store: Store) -> None:
         """Write what this rank has come to, and raise where another one has come to something else."""
         self._post(store)
-        if store.check([f"{self._number}/unlike"]):
-            cards = [_Card(**card) for card in json.loads(store.get(f"{self._number}/unlike"))]
+        if store.check([f"{self.calls}/unlike"]):
+            cards = [_Card(**card) for card in json.loads(store.get(f"{self.calls}/unlike"))]
             error = self._error_of(cards)
             self._told = ref(error)
             self._let_others_know(store, sum(card.what == _END for card in cards))
@@ -316,27 +338,27 @@ class Lockstep:
             yield
         except DistError as error:
             raise WorldError(
-                f"this rank waits in call {self._number} of the model for others that have gone, with the one that "
+                f"this rank waits in call {self.calls} of the model for others that have gone, with the one that "
                 "serves the store of the job (rank 0, if the launcher does not)"
             ) from error
 
     def _let_others_know(self, store: Store, ended: int = 0) -> None:
         """Give the others that have not ended time to read what is wrong: the store may go with this rank."""
         self._broken = True
-        store.add(f"{self._number}/knows", 1)
-        self.wait_until_all(f"{self._number}/knows", _KNOW_S, ended)
+        store.add(f"{self.calls}/knows", 1)
+        self.wait_until_all(f"{self.calls}/knows", _KNOW_S, ended)
 
     def _post(self, store: Store, failure: str = "") -> None:
         """Write what this rank has come to, and where that does not fit the first to write, the cards of both."""
-        card, key = self._card(failure), f"{self._number}/first"
+        card, key = self._card(failure), f"{self.calls}/first"
         known = self._came or card.failed
         if not known and not store.check([key]):
             return
         first = _Card(**json.loads(store.compare_set(key, "", json.dumps(asdict(card))) if known else store.get(key)))
         if first.rank == card.rank:
-            self._posted = self._number
+            self._posted = self.calls
         if first.what != card.what and (known or first.last):
-            store.compare_set(f"{self._number}/unlike", "", json.dumps([asdict(first), asdict(card)]))
+            store.compare_set(f"{self.calls}/unlike", "", json.dumps([asdict(first), asdict(card)]))
 
     def _card(self, failure: str) -> _Card:
         if failure:
@@ -363,10 +385,10 @@ class Lockstep:
         self._what = ""
         for card in cards:
             if card.failed:
-                return WorldError(f"rank {card.rank} failed in call {self._number} of the model: {card.words}")
+                return WorldError(f"rank {card.rank} failed in call {self.calls} of the model: {card.words}")
         first, second = sorted(cards, key=lambda card: card.rank)
         return UsageError(
-            f"ranks do not come to call {self._number} of the model alike: rank {first.rank} {first.words}, rank "
+            f"ranks do not come to call {self.calls} of the model alike: rank {first.rank} {first.words}, rank "
             f"{second.rank} {second.words}; all ranks must make the same calls, as often as each other, and pass the "
             "same whole batch or parts of one (drop_last=True in loaders of unequal length, or take batches from "
             "sw.loader)"

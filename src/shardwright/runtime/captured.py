@@ -6,7 +6,7 @@ The first decides how parameters are stored; the plans of later shapes take the 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,7 @@ from shardwright.compiler.mesh.processes import communicator_over
 from shardwright.compiler.plan.plan import Plan
 from shardwright.data.loading.batch import Batch
 from shardwright.distributed.agreement import from_all_ranks, from_rank_zero
-from shardwright.distributed.lockstep import Lockstep
+from shardwright.distributed.lockstep import Lockstep, Turns
 from shardwright.distributed.on_its_way import OnItsWay
 from shardwright.distributed.ranks import ranks_by_collectives
 from shardwright.distributed.world import World
@@ -36,23 +36,29 @@ from shardwright.runtime.checks.lost_changes import LostChanges
 from shardwright.runtime.checks.replicas import Replicas, summed_axes
 from shardwright.runtime.checks.same_batch import SameBatch
 from shardwright.runtime.checks.same_calls import SameCalls
-from shardwright.runtime.checks.structure import Structure
 from shardwright.runtime.compiled.compiler import Compiler
 from shardwright.runtime.freed_memory import keep_freed_memory
-from shardwright.runtime.graphs.batch_key import look_at
 from shardwright.runtime.graphs.filled import agreed, filled_of
+from shardwright.runtime.graphs.unchanged import Structure
 from shardwright.runtime.model import ParallelModel, Replay
 from shardwright.runtime.placing.initialising import Init
 from shardwright.runtime.placing.placing import place
 from shardwright.runtime.programs.batches import tensors_of
 from shardwright.runtime.programs.buckets import GradientReduction
-from shardwright.runtime.programs.execute import Execution, Outputs
-from shardwright.runtime.programs.inputs import BatchKind, Rows, height_of, rows_of
+from shardwright.runtime.programs.execute import Execution, ModelState, Outputs, layouts_by_name
+from shardwright.runtime.programs.failures import with_text
+from shardwright.runtime.programs.inputs import (
+    BatchKind,
+    Rows,
+    SizeExchange,
+    global_shapes,
+    height_of,
+    look_at,
+    rows_of,
+)
 from shardwright.runtime.programs.planner import Planner
 from shardwright.runtime.programs.programs import PreparedProgram, Programs, Step
 from shardwright.runtime.programs.splitting import is_split
-from shardwright.runtime.programs.storage import ModelState, layouts_by_name
-from shardwright.runtime.sizes import SizeExchange
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,8 @@ class Parallel(ParallelModel):
         filled = frozenset.intersection(*from_all_ranks(filled_of(flatten_batch(sample_batch))))
         self.plan = planner.first_plan(sample_batch, rows, plan, filled)
         lockstep = Lockstep() if self.plan.mode == "single" else Lockstep.of_all_ranks()
-        self._same_batch, self._sizes = SameBatch(lockstep, world.device, options.checks), SizeExchange(lockstep)
+        self._turns = Turns(always=options.checks == "full")
+        self._same_batch, self._sizes = SameBatch(lockstep, world.device, self._turns), SizeExchange(lockstep)
         self._communicator = communicator_over(self.plan.devices, lockstep)
         if world.device.type == "cpu":
             keep_freed_memory()
@@ -122,19 +129,19 @@ class Parallel(ParallelModel):
             _used_buffers(self.plan.capture),
             lockstep,
             world.device,
+            self._turns,
             axes=[axis.name for axis in self.plan.devices.axes if axis.size > 1],
             summed=partial(summed_axes, self.plan.capture, self._programs.executions()[0].program),  # of training
             together=self.plan.mode != "single",
-            checks=options.checks,
             failed=self._failed_in_step,
         )
         together = self.plan.mode != "single"
         stages = [self.plan.devices.coordinates(r).get(PIPELINE, 0) for r in range(self.plan.devices.size)]
-        self._same_calls = SameCalls(lockstep, self._pulse, together=together, checks=options.checks, stages=stages)
+        self._same_calls = SameCalls(lockstep, self._pulse, self._turns, together=together, stages=stages)
         self._checks: list[StepCheck] = [Structure(model), *([LostChanges()] if self._split else [])]
-        """Before anything is known of a step. ``_same_batch`` compares whole batches that all ranks pass, and once all
-        have come to one program ``_same_calls`` and ``_replicas`` compare. After a step the program raises what the
-        model raises."""
+        """Before anything is known of a step. In the calls of ``_turns``, ``_same_batch`` compares whole batches that
+        all ranks pass, and once all have come to one program ``_same_calls`` and ``_replicas`` compare. After a step
+        the program raises what the model raises."""
         if self._pulse.steps.told and self.plan.stages is None:
             from shardwright.compiler.report.plans.expected import expected  # loaded where somebody reads it
 
@@ -144,10 +151,6 @@ class Parallel(ParallelModel):
 
     def __call__(self, batch: Any) -> Any:
         """Return the loss of the global batch, or ``(loss, aux)``; in training mode it is one more step."""
-        return self._step_and_samples(batch)[0]
-
-    def _step_and_samples(self, batch: Any) -> tuple[Any, int]:
-        """Run a step; return what a call gives for a batch, and how many samples the global batch has."""
         with self._lockstep:
             training, pulse = self.module.training, self._pulse
             if training and self._between_steps:  # all batches of an accumulation are one step
@@ -156,8 +159,10 @@ class Parallel(ParallelModel):
                 pulse.beat()
             self._between_steps = not training or not self._reduction.deferring
             kind: StepKind = "training" if training else "fine-tuning" if torch.is_grad_enabled() else "evaluation"
-            prepared, rows, (loss, aux, _) = self._run(kind, batch)
+            prepared, rows, inputs = self._ready(kind, batch)
+            loss, aux, _ = self._run(kind, prepared, inputs)
             assert loss is not None
+            self._rows = rows
             if training:
                 pulse.steps.computed(rows.total, partial(OnItsWay, loss.detach()))
             if kind != "evaluation" and self.options.gradients == "sum":
@@ -165,83 +170,94 @@ class Parallel(ParallelModel):
             if self._split and loss.requires_grad:
                 loss = _scaled_gradient(loss, 1)
             if prepared.capture.aux_spec is None:
-                return loss, rows.total
-            return (loss, prepared.outputs(aux, rows, self._communicator, whole=False, loss=loss)), rows.total
+                return loss
+            return loss, prepared.outputs(aux, rows, self._communicator, whole=False, loss=loss)
+
+    def _step_and_samples(self, batch: Any) -> tuple[Any, int]:
+        return self(batch), self._rows.total
 
     def _predicted(self, batch: Any, gather: bool) -> Any:
-        prepared, rows, (_, aux, _) = self._run("predict", batch)
+        prepared, rows, inputs = self._ready("predict", batch)
+        _, aux, _ = self._run("predict", prepared, inputs)
         return prepared.outputs(aux, rows, self._communicator, whole=gather)
-
-    def _run(self, kind: StepKind, batch: Any) -> tuple[PreparedProgram, Rows, Outputs]:
-        """Run a step on a batch: its program, which rows this rank was given, and what the program returns.
-
-        What the model itself raises for values of its tensors is raised at once on a CPU, and on a GPU, which is not
-        waited for, at the next step.
-        """
-        if self._unchecked is not None:
-            self._raise_failed()
-        prepared, rows, inputs = self._ready(kind, batch)
-        self._same_calls.before()
-        self._replicas.before(inputs)
-        state, capture, device = self._state, prepared.capture, self.world.device.type
-        try:
-            arguments = state.arguments(capture, prepared.function, inputs, state.number(kind), self._reduction)
-            with torch.autocast(device, enabled=False):  # whose casts are operators of the graph
-                outputs = prepared.run(arguments)
-        except Exception as error:
-            self._failed_in_step(error)
-            raise
-        self._unchecked = prepared.execution if capture.checks else None
-        if device == "cpu" and self._unchecked is not None:
-            self._raise_failed()
-        state.store_buffers(capture, outputs[2])
-        if kind in ("training", "fine-tuning"):  # evaluations change nothing for the training
-            state.step += 1
-        elif prepared.execution.program.draws:
-            state.evaluations += 1
-        return prepared, rows, outputs
 
     def _ready(self, kind: StepKind, batch: Any) -> tuple[PreparedProgram, Rows, list[Tensor]]:
         """Check, and return the program for a batch, which rows this rank was given, and its part of the inputs."""
+        if self._unchecked is not None:
+            self._raise_failed()
         if self._failure or self._closed:
             self._refuse_failed()
             self._refuse_closed()
         for check in self._checks:
-            check.before(())
+            check.before()
+        self._turns.next()
+
         look, device = look_at(batch), self.world.device
         found = look.tensors if look else tensors_of(batch)
         tensors = [x if x.device == device else x.to(device, non_blocking=True) for x in found]
         key = self._programs.keys.of(kind, batch, look)
-        rows = self._rows(batch, found, key)
+        is_cut = isinstance(batch, Batch)
+        if is_cut or self.options.batch != "local" or self.world.size == 1:
+            if self._turns.due_or_after and self.options.batch == "global" and not is_cut:
+                self._same_batch.before(found)
+            rows = rows_of(batch, found, self.options.batch, self.world.size)
+        else:
+            rows = self._told_rows(found, key)
         if not rows.total and any(tensor.ndim for tensor in tensors):
             raise UsageError("the batch is empty; expected at least one sample")
-        step = Step.of(kind, batch, key, tensors, rows)
-        prepared = self._programs.of(step._replace(filled=self._filled(batch, found, step.key)))
+
+        step_key = key, global_shapes(tensors, rows)
+        conditions = self._programs.conditions.get(step_key)
+        if conditions is not None and not conditions:
+            filled = frozenset[Filled]()
+        else:
+            filled = filled_of(found, conditions)
+            if conditions and (is_cut or self.options.batch == "local"):  # whose parts may be filled unlike
+                filled = agreed(filled, conditions, self._lockstep)
+        prepared = self._programs.of(Step(kind, batch, rows, step_key, filled))
         return prepared, rows, prepared.inputs(tensors, rows, self._communicator)
 
-    def _filled(self, batch: Any, tensors: Sequence[Tensor], key: Hashable) -> frozenset[Filled]:
-        """Return what the batch holds of that on which its program depends; ranks with parts of their own agree."""
-        conditions = self._programs.conditions(key)
-        if conditions is not None and not conditions:
-            return frozenset()
-        mine = filled_of(tensors, conditions)
-        has_part = isinstance(batch, Batch) or self.options.batch == "local"
-        return agreed(mine, conditions, self._lockstep) if has_part and conditions is not None else mine
-
-    def _rows(self, batch: Any, tensors: Sequence[Tensor], key: str) -> Rows:
-        """Return which rows of the global batch this rank was given; ranks with parts of their own tell each other."""
-        if isinstance(batch, Batch) or self.options.batch != "local" or self.world.size == 1:
-            if self.options.batch == "global" and not isinstance(batch, Batch):
-                self._same_batch.before(tensors)
-            return rows_of(batch, tensors, self.options.batch, self.world.size)
+    def _told_rows(self, tensors: Sequence[Tensor], key: str) -> Rows:
+        """Return which rows of the global batch this rank was given, of which ranks with parts tell each other."""
         height = height_of(tensors)
-        alike = self._same_batch.beside_rows(tensors, height)
+        alike = self._same_batch.beside_rows(tensors, height) if self._turns.due_or_after else []
         try:
             told = self._sizes.told(tensors, height, key, alike)
         except Exception as error:  # others may still wait for what this rank tells
             self._note_failure(error)
             raise
         return self._sizes.rows(told, tensors, alike)
+
+    def _run(self, kind: StepKind, prepared: PreparedProgram, inputs: Sequence[Tensor]) -> Outputs:
+        """Run a program on this rank's part of a batch, and keep the buffers that it makes.
+
+        What the model itself raises for values of its tensors is raised at once on a CPU, and on a GPU, which is not
+        waited for, at the next step.
+        """
+        if self._turns.due_or_after:
+            self._same_calls.before()
+        if self._turns.due_or_after or self._replicas.due:
+            self._replicas.before()
+        state, capture, device = self._state, prepared.capture, self.world.device.type
+        try:
+            arguments = state.arguments(capture, prepared.function, inputs, kind, self._reduction)
+            with torch.autocast(device, enabled=False):  # whose casts are operators of the graph
+                outputs = prepared.execution(arguments)
+        except Exception as error:
+            if prepared.unlike:
+                with_text(error, prepared.unlike)
+            self._failed_in_step(error)
+            raise
+        self._unchecked = prepared.execution if capture.checks else None
+        if device == "cpu" and self._unchecked is not None:
+            self._raise_failed()
+        if outputs[2]:
+            state.store_buffers(capture, outputs[2])
+        if kind in ("training", "fine-tuning"):  # evaluations change nothing for the training
+            state.step += 1
+        elif prepared.execution.program.draws:
+            state.evaluations += 1
+        return outputs
 
     def _raise_failed(self) -> None:
         before, self._unchecked = self._unchecked, None
@@ -267,7 +283,9 @@ class Parallel(ParallelModel):
         with self._lockstep.call():
             prepared, _, inputs = self._ready("training" if self.module.training else "fine-tuning", batch)
             step = self._state.step - 1
-            arguments = self._state.arguments(prepared.plan.capture, prepared.function, inputs, step, self._reduction)
+            arguments = self._state.arguments(
+                prepared.plan.capture, prepared.function, inputs, "training", self._reduction, step
+            )
             with torch.no_grad(), torch.autocast(self.world.device.type, enabled=False):
                 values = prepared.execution.variables(arguments)
         return Replay(prepared.plan.capture, prepared.execution.program, values)

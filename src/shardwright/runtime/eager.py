@@ -29,7 +29,7 @@ from shardwright.distributed.lockstep import Lockstep
 from shardwright.errors import UsageError
 from shardwright.runtime.checks.changed_buffers import ChangedBuffers, digest, refusal, refuse_unlike
 from shardwright.runtime.programs.aux_outputs import refused_where_it_flows
-from shardwright.runtime.programs.unreduced import Unreduced
+from shardwright.runtime.programs.buckets import Unreduced
 
 LossFn = Callable[[nn.Module, Any], Any]
 _OTHER_SIZES = "ranks passed batches of different sizes, which are to be the same, or parts of it"

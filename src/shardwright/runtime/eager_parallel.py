@@ -18,7 +18,7 @@ from shardwright.data.loading.samples import count_samples, map_tensors, part_of
 from shardwright.data.order import chunk_range
 from shardwright.distributed.agreement import from_all_ranks
 from shardwright.distributed.gradients import Reduction
-from shardwright.distributed.lockstep import Lockstep
+from shardwright.distributed.lockstep import Lockstep, Turns
 from shardwright.distributed.seed import random_numbers_kept
 from shardwright.distributed.world import World, current_world
 from shardwright.errors import UsageError
@@ -26,10 +26,10 @@ from shardwright.runtime.checks.changed_buffers import buffers_restored
 from shardwright.runtime.checks.check import Checks
 from shardwright.runtime.checks.replicas import Replicas
 from shardwright.runtime.checks.same_batch import SameBatch
-from shardwright.runtime.checks.structure import Structure
 from shardwright.runtime.eager import DataParallelStep, LossFn
 from shardwright.runtime.eager_predict import Prediction
 from shardwright.runtime.evaluation import metric_sums_over_ranks
+from shardwright.runtime.graphs.unchanged import Structure
 from shardwright.runtime.model import ParallelModel
 from shardwright.runtime.programs.batches import tensors_of
 from shardwright.runtime.programs.execute import Execution
@@ -102,11 +102,12 @@ class EagerParallel(ParallelModel):
         self.plan = None
         self._step = step
         self._splitter = splitter
-        self._structure, self._same_batch = Structure(model), SameBatch(lockstep, splitter.world.device, checks)
+        self._structure, self._turns = Structure(model), Turns(always=checks == "full")
+        self._same_batch = SameBatch(lockstep, splitter.world.device, self._turns)
         # Without buffers: the forward gives all ranks those of rank 0, and compares what it changes of them.
         together, failed = splitter.mode != "single", self._failed_in_step
         device = splitter.world.device
-        self._replicas = Replicas(model, (), lockstep, device, together=together, checks=checks, failed=failed)
+        self._replicas = Replicas(model, (), lockstep, device, self._turns, together=together, failed=failed)
         self._pulse.steps.communicating_s = None  # torch reduces the gradients, and does not say for how long
 
     def __call__(self, batch: Any) -> Any:
@@ -121,10 +122,11 @@ class EagerParallel(ParallelModel):
         else:
             self._pulse.beat()
         self._refuse_changes()
+        self._turns.next()
         tensors = tensors_of(batch)
         if self._splitter.kind == "global" and not isinstance(batch, Batch):
             self._same_batch.before(tensors)
-        self._replicas.before(tensors)
+        self._replicas.before()
         part, global_size = self._splitter.split(batch)
         if self.module.training not in self._tried:
             self._try_mode(part)

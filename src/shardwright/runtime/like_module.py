@@ -14,8 +14,8 @@ from shardwright.compiler.mesh.changed import refuse_lost_changes
 from shardwright.distributed.agreement import together
 from shardwright.distributed.ranks import ranks_by_collectives
 from shardwright.errors import UsageError
+from shardwright.runtime.placing.members import agree_on_weights
 from shardwright.runtime.programs.splitting import as_stored, is_split
-from shardwright.runtime.programs.storage import agree_on_weights
 
 
 @contextmanager

@@ -13,10 +13,10 @@ import shardwright as sw
 from ranks import run_ranks
 from shardwright.compiler.capture.tracing.outside.values import comparable, exactly, same
 from shardwright.errors import UsageError
-from shardwright.runtime.graphs.batch_key import Keys, look_at
 from shardwright.runtime.graphs.captures import Captures
 from shardwright.runtime.graphs.equal import same_bits
 from shardwright.runtime.programs.batches import problem_with_sample, tensors_of
+from shardwright.runtime.programs.inputs import Keys, look_at
 
 
 class Short(float):

@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardwright as sw
 import whole
 from ranks import run_ranks
-from shardwright.common.torch_private import views_into
 from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.lower.lower import lower
 from shardwright.compiler.mesh.mesh import Mesh
@@ -27,13 +26,6 @@ from shardwright.errors import ShardwrightError
 from shardwright.runtime.programs.buckets import BucketOrder, GradientReduction
 from shardwright.runtime.programs.execute import Execution, StepArguments
 from whole import losses_of, plan_of, run, same
-
-
-def test_gradients_have_their_shapes_in_a_bucket_the_empty_ones_too():
-    flat, gradients = torch.arange(8.0), [torch.ones(2, 3), torch.ones(0, 5), torch.ones(()), torch.ones(1)]
-    views = views_into(flat, gradients)
-    assert [view.shape for view in views] == [gradient.shape for gradient in gradients]
-    assert torch.equal(torch.cat([view.flatten() for view in views]), flat)
 
 
 def network(layers=3):

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import shardwright as sw
 from ranks import run_ranks
 from shardwright.common.pulse import own_pulse
-from shardwright.runtime.checks.check import FIRST
+from shardwright.distributed.lockstep import FIRST
 from shardwright.runtime.programs import programs
 
 # What the two ranks pass, step by step.

@@ -12,7 +12,6 @@ import shardwright as sw
 from models import Branching, Transformer, classify, next_token, perceptron_batch, transformer_batch
 from ranks import run_ranks
 from shardwright.errors import UsageError
-from shardwright.runtime.checks.check import Turns
 from shardwright.runtime.checks.digests import sum_of_words
 from shardwright.runtime.checks.replicas import _difference, _sketch
 from shardwright.runtime.updates.optimizer_steps import made_steps
@@ -117,7 +116,7 @@ def drifted():
     models = {model: made(rank, model, DATA) for model in (Normal, Branching)}
     for drift, model, _ in CASES:
         parallel, batch = models[model]
-        parallel._replicas._turns = Turns()
+        parallel._turns.seen = 0
         drift(parallel, batch, rank)
         texts = [said(lambda of=parallel, batch=batch: of(batch)) for _ in range(2)]
         with torch.no_grad():
@@ -157,7 +156,7 @@ def drifted_in_parts():
     with torch.no_grad():
         for parameter in parameters.values():
             parameter.to_local().mul_(1 + 0.1 * (rank == 3))
-    parallel._replicas._turns = Turns()
+    parallel._turns.seen = 0
     return *found, said(lambda: parallel(batch))
 
 
@@ -236,7 +235,7 @@ def other_steps_of_parts():
         with torch.no_grad():
             for parameter, part in zip(parallel.parameters(), alike, strict=True):
                 parameter.to_local().copy_(part)
-        parallel._replicas._turns, parallel._replicas._made_before = Turns(), made_steps()
+        parallel._turns.seen, parallel._replicas._made_before = 0, made_steps()
         optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3)
         step(parallel, batch, optimizer)
         drift(parallel, batch, rank, optimizer)

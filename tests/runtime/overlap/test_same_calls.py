@@ -42,7 +42,7 @@ def calls_with_one_left_out(left_out, first_call):
     batch = torch.randn(4, 3)
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
     parallel = sw.parallelize(model, mean_square, batch, "data", batch="global")
-    parallel._same_calls._turns.seen = first_call - 1
+    parallel._turns.seen = first_call - 1
     found = []
     for number in range(4):
         loss, said = call(parallel, batch)
@@ -84,7 +84,7 @@ def waiting_for_one_that_comes_no_more(how):
     def call():
         with lockstep.call():
             lockstep.same("a batch", lambda: "passed a batch")
-            if (rank, lockstep.number, how) == (1, 3, "fails"):
+            if (rank, lockstep.calls, how) == (1, 3, "fails"):
                 raise ValueError("broken")
 
     with contextlib.redirect_stderr(seen):

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwright as sw
 from ranks import run_ranks
-from shardwright.runtime.updates import fused
+from shardwright.runtime.updates import optimizers
 from shardwright.runtime.updates.optimizers import note_trained
 
 SHAPES = [(8, 6, 3, 3), (1003,), (5, 7), (0, 4)]
@@ -117,7 +117,7 @@ def test_autograd_learns_that_a_step_has_written_to_its_parameters(kind):
 @pytest.fixture
 def meta_for_gpu(monkeypatch):
     """Tensors without values on the device meta stand for those of a GPU."""
-    monkeypatch.setattr(fused, "_DEVICES", ("meta",))
+    monkeypatch.setattr(optimizers, "_DEVICES", ("meta",))
     torchs = importlib.import_module("torch.optim.optimizer")
     monkeypatch.setattr(torchs, "_get_fused_kernels_supported_devices", lambda: ["meta"])
 

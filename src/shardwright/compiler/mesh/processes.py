@@ -34,8 +34,8 @@ G = TypeVar("G", Tensor, list[Tensor])
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_BLOCKING = dist.AllreduceOptions()  # a sum, for which the caller waits at once
-_BLOCKING.reduceOp, _BLOCKING.asyncOp = dist.ReduceOp.SUM, False  # type: ignore[assignment]
+BLOCKING_SUM = dist.AllreduceOptions()  # for which the caller waits at once
+BLOCKING_SUM.reduceOp, BLOCKING_SUM.asyncOp = dist.ReduceOp.SUM, False  # type: ignore[assignment]
 
 
 def communicator_over(mesh: Mesh, lockstep: Lockstep | None = None) -> Communicator:
@@ -127,7 +127,7 @@ class ProcessCommunicator:
         if channel is None:
             return tensor
         total = tensor if numbers is None else numbers.made(tensor)
-        work = channel.group.allreduce([total], _BLOCKING)
+        work = channel.group.allreduce([total], BLOCKING_SUM)
         if work is not None:  # a group gives none where it has ended
             self._lockstep.wait(work, channel.backend.waits_in_turns)
         if numbers is not None:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from shardwright.common import torch_private
 from shardwright.data.loading.same_data import checksum
 from shardwright.distributed.agreement import from_all_ranks
+from shardwright.distributed.lockstep import Turns
 from shardwright.errors import UsageError
-from shardwright.runtime.checks.check import Turns
 from shardwright.runtime.checks.digests import brought, mixed
 
 _BITS = 20  # of a digest, whose squares many ranks then sum without a rounding
@@ -101,7 +101,7 @@ class ChangedBuffers:
 
     def end(self) -> dict[str, Any]:
         """The buffers to compare: those that the forward since `begin` has changed, if there was one, and others."""
-        whole = self._turns.next()
+        self._turns.next()
         before, self._before = self._before or [(place.now, _version(place.now)) for place in self._places], []
         return {
             place.name: place.now
@@ -109,7 +109,7 @@ class ChangedBuffers:
             if place.name in self._changing
             or place.now is not buffer
             or _version(buffer) != version
-            or (whole and buffer is not None and buffer.nbytes <= _SMALL_BYTES)
+            or (self._turns.due and buffer is not None and buffer.nbytes <= _SMALL_BYTES)
         }
 
 

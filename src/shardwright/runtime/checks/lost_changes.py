@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from torch import Tensor
-
 from shardwright.compiler.mesh.changed import refuse_lost_changes
 
 
@@ -15,6 +11,6 @@ class LostChanges:
     Costs a look at a flag; a collective of objects where the script has looked into split tensors since the last step.
     """
 
-    def before(self, tensors: Sequence[Tensor]) -> None:
+    def before(self) -> None:
         """Raise `UsageError` on all ranks, which come here together, where something is lost on one of them."""
         refuse_lost_changes()

@@ -38,12 +38,11 @@ from shardwright.compiler.mesh.dtensor import layout_of
 from shardwright.compiler.mesh.processes import all_gather_single
 from shardwright.distributed.agreement import from_all_ranks
 from shardwright.distributed.control import control_group
-from shardwright.distributed.lockstep import Lockstep
+from shardwright.distributed.lockstep import EVERY, Lockstep, Turns
 from shardwright.distributed.on_its_way import OnItsWay
 from shardwright.distributed.ranks import alone
 from shardwright.errors import UsageError
 from shardwright.runtime.checks.changed_buffers import Place, places_of
-from shardwright.runtime.checks.check import EVERY, Checks, Turns
 from shardwright.runtime.checks.digests import PIECE, mixed, sum_of_words
 from shardwright.runtime.programs.splitting import is_split
 from shardwright.runtime.updates.optimizer_steps import made_steps, unlike
@@ -99,17 +98,17 @@ class Replicas:
         buffers: Collection[str],
         lockstep: Lockstep,
         device: torch.device,
+        turns: Turns,
         *,
         axes: Collection[str] = (),
         summed: Callable[[], Summed] = dict,
         together: bool = True,
-        checks: Checks = "usual",
         failed: Callable[[Exception], None] | None = None,
     ) -> None:
         self._model, self._buffers, self._axes = model, frozenset(buffers), frozenset(axes)
         self._lockstep, self._device, self._summed = lockstep, device, summed
         self._compares = together and not alone()
-        self._turns = Turns(checks)
+        self._turns = turns
         # The method of who has this: a model that nobody holds is to be gone at once, with its process groups.
         self._failed = WeakMethod(failed) if failed is not None else None
         self._made_before = made_steps()
@@ -118,7 +117,7 @@ class Replicas:
         self.due = False
         """True where `before` compares in any case."""
 
-    def before(self, tensors: Sequence[Tensor] = ()) -> None:
+    def before(self) -> None:
         """Compare, where that is due; all ranks call it together. What was refused in the last call is looked at again.
 
         A GPU is not waited for: what it is asked for in one call, but for the first ones, is compared in the next.
@@ -126,7 +125,7 @@ class Replicas:
         Raises:
             UsageError: on every rank, where what they hold has drifted apart; the next step may begin then.
         """
-        if self._compares and self._turns.next():
+        if self._compares and self._turns.due:
             if self._later and self._turns.steady and self._sets and not self.due:
                 self._begun = self._digests()
                 return

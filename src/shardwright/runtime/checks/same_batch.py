@@ -12,11 +12,10 @@ from torch import Tensor
 
 from shardwright.distributed.agreement import from_all_ranks
 from shardwright.distributed.control import control_group
-from shardwright.distributed.lockstep import Lockstep
+from shardwright.distributed.lockstep import Lockstep, Turns
 from shardwright.distributed.on_its_way import OnItsWay
 from shardwright.distributed.ranks import alone
 from shardwright.errors import UsageError
-from shardwright.runtime.checks.check import Checks, Turns
 from shardwright.runtime.checks.digests import sum_of_words
 
 
@@ -27,11 +26,12 @@ class SameBatch:
     waited for: what it is asked for in one call, but for the first ones, is compared in the next.
 
     Args:
+        turns: the calls in which it compares; asked in those that are `Turns.due_or_after`.
         device: of the ranks; a batch need not be there.
     """
 
-    def __init__(self, lockstep: Lockstep, device: torch.device, checks: Checks = "usual") -> None:
-        self._lockstep, self._turns = lockstep, Turns(checks)
+    def __init__(self, lockstep: Lockstep, device: torch.device, turns: Turns) -> None:
+        self._lockstep, self._turns = lockstep, turns
         self._later = device.type != "cpu"  # the same on all ranks, wherever their batches are
         self._begun: list[_Shown] | None = None
 
@@ -72,7 +72,7 @@ class SameBatch:
         if alone():
             return None
         begun, self._begun = self._begun, None
-        if not self._turns.next():
+        if not self._turns.due:
             return begun
         shown = [_Shown(tensor) for tensor in tensors]
         if self._later and self._turns.steady:

@@ -15,10 +15,9 @@ from shardwright.common.pulse import Pulse, StepCalls
 from shardwright.compiler.mesh.processes import all_gather_single
 from shardwright.distributed.agreement import from_all_ranks
 from shardwright.distributed.control import control_group
-from shardwright.distributed.lockstep import Lockstep
+from shardwright.distributed.lockstep import Lockstep, Turns
 from shardwright.distributed.ranks import alone
 from shardwright.errors import UsageError
-from shardwright.runtime.checks.check import Checks, Turns
 
 _UNKNOWN = (-1, -1)  # of a step that ended with an error on a rank
 
@@ -36,12 +35,12 @@ class SameCalls:
         self,
         lockstep: Lockstep,
         pulse: Pulse,
+        turns: Turns,
         *,
         together: bool,
-        checks: Checks = "usual",
         stages: Sequence[int] = (),
     ) -> None:
-        self._lockstep, self._pulse, self._turns = lockstep, pulse, Turns(checks)
+        self._lockstep, self._pulse, self._turns = lockstep, pulse, turns
         self._compares, self._stages = together and not alone(), stages
 
     def before(self) -> None:
@@ -50,7 +49,7 @@ class SameCalls:
         Raises:
             UsageError: on every rank, where two began other collectives.
         """
-        if not self._compares or not self._turns.next():
+        if not self._compares or not self._turns.due:
             return
         calls = self._pulse.calls
         mine = torch.tensor(_UNKNOWN if calls is None else (calls.count, calls.checksum), device="cpu")

@@ -35,7 +35,7 @@ from shardwright.runtime.graphs.dynamic import (
     written,
 )
 from shardwright.runtime.graphs.equal import same_bits
-from shardwright.runtime.graphs.remembered import Remembered
+from shardwright.runtime.graphs.unchanged import Remembered
 
 MOST_OPEN = 3  # open captures of one kind of step, each for the sizes by which everything is decided alike
 MANY_SHAPES = 4  # captured ones of one kind of step, when what can be done about it is said

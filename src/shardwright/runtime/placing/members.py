@@ -1,10 +1,15 @@
-"""The parameters and buffers of a model, each with the modules that hold it."""
+"""The parameters and buffers of a model, each with the modules that hold it, and the values of rank 0 for them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwright.distributed.control import group_moving
+from shardwright.distributed.ranks import alone
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,3 +40,17 @@ def own_tensors(module: nn.Module) -> dict[str, Tensor]:
     """The parameters and buffers that a module itself holds, by the names of its attributes."""
     parameters = module.named_parameters(recurse=False, remove_duplicate=False)
     return {**dict(parameters), **dict(module.named_buffers(recurse=False, remove_duplicate=False))}
+
+
+def agree_on_weights(model: nn.Module) -> None:
+    """Give every rank the parameters and buffers of rank 0."""
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if not isinstance(tensor, DTensor):  # an earlier `parallelize` has agreed on those
+            of_rank_zero(tensor)
+
+
+def of_rank_zero(tensor: Tensor) -> Tensor:
+    """Return the tensor with the values of rank 0."""
+    if not alone():
+        dist.broadcast(tensor.data, 0, group=group_moving(tensor.device))
+    return tensor

@@ -18,9 +18,8 @@ from shardwright.distributed.agreement import from_rank_zero, together
 from shardwright.distributed.ranks import ranks_by_collectives
 from shardwright.errors import UsageError
 from shardwright.runtime.placing.initialising import Init, Initialising
-from shardwright.runtime.placing.members import Member, members
+from shardwright.runtime.placing.members import Member, members, of_rank_zero
 from shardwright.runtime.programs.splitting import Splitting, refuse_hooks, watch_split
-from shardwright.runtime.programs.storage import of_rank_zero
 from shardwright.runtime.updates.optimizers import note_successor
 
 

@@ -5,25 +5,119 @@ flat all-reduce in place. ``later``, with which the program begins, is the ident
 single bucket with which the backward ends waits for itself.
 Autograd comes last to what was made first, so that all the rest of the backward runs in between. Both stand inside
 autograd's dataflow: `torch.autograd.grad`, hooks on parameters and ``.grad`` all see reduced gradients.
+
+Of gradients that ``accumulate()`` keeps unreduced torch's optimizers and hooks know nothing. A step without them would
+be another one than that of one device, and so would one with those that a script has dropped by
+``optimizer.zero_grad()``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cache, partial, wraps
 from typing import Any
+from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardwright.common.torch_private import backward_number, flattened, views_into
+from shardwright.common import torch_private
+from shardwright.common.torch_private import backward_number
 from shardwright.compiler.mesh.collectives import Axes, Communicator
 from shardwright.errors import UsageError
-from shardwright.runtime.programs.unreduced import Unreduced
 
 Wait = Callable[[], None]
+
+
+class Unreduced(ABC):
+    """The keeper of unreduced gradients of a model's parameters; optimizers ask all keepers."""
+
+    def __init__(self) -> None:
+        self._named: Mapping[str, nn.Parameter] = {}
+
+    def ask_for(self, model: nn.Module) -> None:
+        """Be asked by optimizers of the parameters of ``model``, as they are stored now."""
+        _watch_optimizers()
+        self._named = dict(model.named_parameters(remove_duplicate=False))
+        _all.add(self)
+
+    def begin(self) -> None:
+        """Be told of gradients that are dropped, from now on until none is kept."""
+        if not _dropping:
+            _dropping.append(ExitStack())
+            _dropping[0].enter_context(_drops_told())
+
+    @property
+    @abstractmethod
+    def kept(self) -> Collection[str]:
+        """The names of the parameters whose gradients are kept."""
+
+    @abstractmethod
+    def drop(self, names: Iterable[str]) -> None:
+        """Keep those of these parameters no more."""
+
+    def kept_of(self, optimizer: torch.optim.Optimizer) -> list[str]:
+        """The names of the optimizer's parameters whose gradients are kept."""
+        if not self.kept:
+            return []
+        updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return [name for name in self.kept if name in self._named and id(self._named[name]) in updated]
+
+    def hooked(self, names: Iterable[str]) -> str:
+        """The name of one of these parameters that has a hook on its gradient, empty where none has."""
+        return next((name for name in names if name in self._named and torch_private.has_hook(self._named[name])), "")
+
+
+_all: WeakSet[Unreduced] = WeakSet()
+_dropping: list[ExitStack] = []  # one, as long as `_drops_told`
+
+
+@cache
+def _watch_optimizers() -> None:
+    """Be asked before each step of an optimizer. Cached so that it is done once."""
+    register_optimizer_step_pre_hook(_refuse_unreduced)
+
+
+@contextmanager
+def _drops_told() -> Iterator[None]:
+    """Let ``optimizer.zero_grad()`` drop what is kept of its parameters, too."""
+
+    @wraps(torch.optim.Optimizer.zero_grad)
+    def zero_grad(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+        before["zero_grad"](optimizer, *args, **kwargs)
+        for each in _all:
+            each.drop(each.kept_of(optimizer))
+        _end()
+
+    with torch_private.patched("zero_grad", zero_grad=zero_grad) as before:
+        yield
+
+
+def _end() -> None:
+    """Leave torch as it is where nothing is kept any more."""
+    if _dropping and not any(each.kept for each in _all):
+        _dropping.pop().close()
+
+
+def _refuse_unreduced(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Asked before each step.
+
+    Raises:
+        UsageError: where it would be made without a part of the gradient, or by this rank's own.
+    """
+    for each in _all:
+        if names := each.kept_of(optimizer):
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise UsageError(
+                f"this {type(optimizer).__name__} makes a step while accumulate() keeps gradients of {names[0]}{more} "
+                "that are not reduced between ranks yet; call the model and backward() for the last batch of a step "
+                "outside of accumulate(), or drop what is kept: parallel.zero_grad()"
+            )
+    _end()
 
 
 class BucketOrder:
@@ -89,8 +183,8 @@ class GradientReduction(Unreduced):
         super().__init__()
         self.deferring = False
         """True within `deferred`, where backwards leave gradients unreduced."""
-        # parameter -> over which axes -> sum of gradients that are not reduced yet, and who reduces it
-        self._kept: dict[str, dict[Axes, tuple[Tensor, Communicator]]] = {}
+        self.kept_over: dict[str, dict[Axes, tuple[Tensor, Communicator]]] = {}
+        """The sums of gradients that are not reduced yet: by parameter and axes, with who reduces them."""
 
     def later(self, *buckets: tuple[Tensor, ...]) -> list[Tensor]:
         """The parameters of each bucket, one after the other; their gradients are waited for in the backward."""
@@ -112,41 +206,36 @@ class GradientReduction(Unreduced):
         result: tuple[Tensor, ...] = _Bucket.apply(self, comm, axes, dtype, bucket, tuple(parameters), *given)  # type: ignore[no-untyped-call]
         return result
 
-    @property
-    def keeps(self) -> bool:
-        """Return whether gradients are kept here, which `join` adds."""
-        return bool(self._kept)
-
     def join(self, key: str, parameter: Tensor) -> Tensor:
         """``parameter``, whose backward adds what is kept of its gradient, where no bucket of the program does.
 
         The last batch of an accumulation may have a plan under which the gradient is whole on every rank.
         """
-        if self.deferring or key not in self._kept:
+        if self.deferring or key not in self.kept_over:
             return parameter
         joined: Tensor = _Join.apply(self, key, parameter)  # type: ignore[no-untyped-call]
         return joined
 
     def late(self, key: str, gradient: Tensor) -> Tensor:
         """The gradient with what is still kept of it, reduced."""
-        if self.deferring or key not in self._kept:
+        if self.deferring or key not in self.kept_over:
             return gradient
-        for axes, (kept, comm) in self._kept.pop(key).items():
+        for axes, (kept, comm) in self.kept_over.pop(key).items():
             comm.all_reduce(kept, axes)
             gradient = gradient + kept
         return gradient
 
     def forget(self) -> None:
         """Drop what is kept."""
-        self._kept.clear()
+        self.kept_over.clear()
 
     @property
     def kept(self) -> Collection[str]:
-        return self._kept.keys()
+        return self.kept_over.keys()
 
     def drop(self, names: Iterable[str]) -> None:
         for name in names:
-            del self._kept[name]
+            del self.kept_over[name]
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
@@ -183,16 +272,18 @@ class GradientReduction(Unreduced):
             self._refuse_hooks(keys)
             for key, gradient in zip(keys, gradients, strict=True):
                 if gradient is not None:
-                    kept = self._kept.setdefault(key, {})
+                    kept = self.kept_over.setdefault(key, {})
                     kept[axes] = (kept[axes][0] + gradient if axes in kept else gradient.clone()), comm
             return [None] * len(keys)
-        known = [g is not None or axes in self._kept.get(key, {}) for key, g in zip(keys, gradients, strict=True)]
+        known = [g is not None or axes in self.kept_over.get(key, {}) for key, g in zip(keys, gradients, strict=True)]
         found = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True)]
-        flat, pieces = _joined(found)
-        if self._kept:
+        flat = torch.cat([gradient.reshape(-1) for gradient in found])
+        lengths = [gradient.numel() for gradient in found]
+        pieces = [piece.view_as(g) for piece, g in zip(torch.split(flat, lengths), found, strict=True)]
+        if self.kept_over:
             for key, piece in zip(keys, pieces, strict=True):
-                if axes in self._kept.get(key, {}):
-                    piece += self._kept[key].pop(axes)[0]
+                if axes in self.kept_over.get(key, {}):
+                    piece += self.kept_over[key].pop(axes)[0]
         if bucket is not None:
             bucket.start(partial(_begin, comm, flat, axes, dtype))
         elif dtype is None:
@@ -209,12 +300,6 @@ class GradientReduction(Unreduced):
                 "batches together; call each backward outside of it, which reduces each gradient, or change gradients "
                 "between the last backward and optimizer.step()"
             )
-
-
-def _joined(gradients: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """A flat copy of gradients, and the view of each into it."""
-    flat = flattened(gradients)
-    return flat, views_into(flat, gradients)
 
 
 def _begin(comm: Communicator, flat: Tensor, axes: Axes, dtype: torch.dtype | None) -> Wait:

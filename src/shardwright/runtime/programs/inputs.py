@@ -1,28 +1,133 @@
-"""The rows of a batch that a rank has, and how it comes to hold those that the plan wants it to hold."""
+"""A batch as a step takes it: its key, the rows of the global batch that a rank has, and its part of each input.
+
+The key is found in microseconds, by which the program of a step is looked up. With ``batch="local"`` ranks tell each
+other how many rows they pass, in one collective of a few numbers in each step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+import hashlib
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwright.common.pulse import own_pulse
+from shardwright.compiler.capture.capture import StepKind
 from shardwright.compiler.capture.ir import Capture
 from shardwright.compiler.capture.tracing.sizes.open_sizes import in_batch
+from shardwright.compiler.capture.tracing.trace import capture_device
 from shardwright.compiler.mesh.collectives import Communicator, all_gather
 from shardwright.compiler.mesh.layout import WHOLE, Layout
 from shardwright.compiler.mesh.mesh import Mesh
+from shardwright.compiler.mesh.processes import BLOCKING_SUM
 from shardwright.data.loading.batch import Batch
 from shardwright.data.order import chunk_range
 from shardwright.distributed.agreement import from_all_ranks
-from shardwright.errors import UsageError
+from shardwright.distributed.backends.table import backend_moving
+from shardwright.distributed.control import control_group
+from shardwright.distributed.lockstep import Lockstep
+from shardwright.errors import UsageError, WorldError
+from shardwright.runtime.graphs.captures import Captures
 
 BatchKind = Literal["local", "global"]
 Range = tuple[int, int]
 Shape = tuple[int, ...]
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
+_MOST = 1024  # batches that are remembered
+_KEYS = frozenset({str, int})  # of mappings: no two that are equal differ
+
+_TOLD = 4  # numbers of each rank with batch="local"
+
+
+class Look(NamedTuple):
+    """The tensors of a batch, in the order of the inputs of its capture, and all else that its graph can depend on."""
+
+    tensors: list[Tensor]
+    form: Hashable
+
+
+class _UnusualError(Exception):
+    """The batch holds something that has to be looked at more closely."""
+
+
+def look_at(batch: Any) -> Look | None:
+    """None for batches of unusual kinds, which `Captures.key` and `tensors_of` know."""
+    tensors: list[Tensor] = []
+    try:
+        return Look(tensors, _FORMS[type(batch)](batch, tensors))
+    except _UnusualError:
+        return None
+
+
+def _of_tensor(part: Tensor, tensors: list[Tensor]) -> Hashable:
+    if part.is_meta:
+        raise _UnusualError
+    tensors.append(part)
+    return part.dtype, part.shape
+
+
+def _of_entries(part: Any, tensors: list[Tensor]) -> Hashable:
+    return list if type(part) is list else tuple, *[_FORMS[type(entry)](entry, tensors) for entry in part]
+
+
+def _of_mapping(part: Mapping[Hashable, Any], tensors: list[Tensor]) -> Hashable:
+    if not _KEYS.issuperset(map(type, part)):  # of which some are equal and yet not the same
+        raise _UnusualError
+    return dict, *[(name, _FORMS[type(entry)](entry, tensors)) for name, entry in part.items()]
+
+
+def _of_value(part: Any, tensors: list[Tensor]) -> Hashable:
+    return type(part), repr(part)
+
+
+_Write = Callable[[Any, list[Tensor]], Hashable]
+
+
+class _Forms(dict[type, _Write]):
+    """The way to write each type of a part of a batch."""
+
+    def __missing__(self, kind: type) -> _Write:
+        raise _UnusualError
+
+
+_FORMS = _Forms()
+_FORMS |= {Tensor: _of_tensor, dict: _of_mapping}
+_FORMS |= dict.fromkeys((tuple, list, Batch), _of_entries)
+_FORMS |= dict.fromkeys((bool, int, float, str, type(None)), _of_value)
+
+
+class Keys:
+    """`Captures.key` of the steps of a model, whose parameters are the ones that it keeps.
+
+    Cached by all that the key itself is made of: the kind of step, what tells apart the dtypes, shapes, structure and
+    other values of a batch (a `Look`), autocast, the default dtype, and which parameters have gradients.
+    """
+
+    def __init__(self, captures: Captures) -> None:
+        self._captures = captures
+        self._device = capture_device(captures.module, captures.device).type
+        self._parameters = list(captures.module.parameters())
+        self._known: dict[Hashable, str] = {}
+
+    def of(self, kind: StepKind, batch: Any, look: Look | None) -> str:
+        """The key of a step on a batch that looks so."""
+        if look is None:
+            return self._captures.key(kind, batch)
+        autocast = torch.is_autocast_enabled(self._device) and torch.get_autocast_dtype(self._device)
+        trained = tuple(map(_REQUIRES_GRAD, self._parameters))
+        seen = kind, look.form, autocast, torch.get_default_dtype(), trained
+        key = self._known.get(seen)
+        if key is None:
+            if len(self._known) >= _MOST:
+                self._known.clear()
+            key = self._known[seen] = self._captures.key(kind, batch)
+        return key
 
 
 @dataclass(frozen=True)
@@ -50,22 +155,18 @@ def rows_of(batch: object, tensors: Sequence[Tensor], kind: BatchKind | None, si
     Raises:
         UsageError: where plain tensors come without saying whether they are the whole batch or a part of it.
     """
-    height = height_of(tensors)
+    height = next((t.shape[0] for t in tensors if t.ndim), 0)
     if isinstance(batch, Batch):
         ranges = batch.ranges or (((0, height),) if size == 1 else None)
         return Rows((batch.start, batch.stop), batch.global_size, ranges)
     if size == 1 or kind == "global":
-        return _all_rows(height, size)
+        return Rows((0, height), height, ((0, height),) * size)
     if kind != "local":
         raise UsageError(
             "the batch is made of plain tensors: say batch='local' (each rank passes its own part) or batch='global' "
             "(each rank passes the same whole), or take batches from sw.loader"
         )
     return in_turn(from_all_ranks(height))
-
-
-def _all_rows(height: int, ranks: int) -> Rows:
-    return Rows((0, height), height, ((0, height),) * ranks)
 
 
 def in_turn(counts: Sequence[int]) -> Rows:
@@ -90,6 +191,86 @@ def global_shapes(tensors: Sequence[Tensor], rows: Rows) -> tuple[Shape, ...]:
     height, total = rows.mine[1] - rows.mine[0], rows.total
     shapes = [tensor.shape for tensor in tensors]
     return tuple([(total, *s[1:]) if s and s[0] == height else tuple(s) for s in shapes])
+
+
+class SizeExchange:
+    """Tells all ranks how many rows each of them passes, and compares what else is to be the same.
+
+    In the memory of the CPU, so that a step need not wait for what a GPU still has to do.
+    """
+
+    def __init__(self, lockstep: Lockstep) -> None:
+        self._lockstep, self._pulse = lockstep, own_pulse()
+        self._group: tuple[dist.ProcessGroup, bool] | None = None  # and whether it can be waited for in turns
+
+    def told(self, tensors: Sequence[Tensor], height: int, key: str, alike: Sequence[str]) -> list[list[int]]:
+        """Return what each rank tells of its part; all ranks call it together.
+
+        Args:
+            tensors: what this rank passes, of ``height`` rows.
+            key: what the program depends on beside sizes.
+            alike: what all ranks are to have passed alike, in words.
+
+        Raises:
+            UsageError, WorldError: as `Lockstep.wait`.
+        """
+        program = _number(f"{key} {global_shapes(tensors, Rows((0, height), -1, None))}")
+        beside = _number(str([*alike])) if alike else 0
+        if self._group is None:
+            group = control_group()
+            backend = backend_moving("cpu", str(dist.get_backend(group)))
+            self._group = group, backend.waits_in_turns
+            if not backend.waits_in_turns:
+                self._lockstep.answer_aside()
+        group, in_turns = self._group
+        # Each rank adds its row to zeros: a sum of so few numbers takes less than an all-gather does.
+        everyone = torch.zeros(dist.get_world_size(), _TOLD, dtype=torch.int64, device="cpu")
+        everyone[dist.get_rank()] = torch.tensor([height, program, beside, self._lockstep.calls], device="cpu")
+        self._pulse.note(b"all_reduce", begins=True)
+        try:
+            work = group.allreduce([everyone], BLOCKING_SUM)
+            if work is not None:  # a group gives none where it has ended
+                self._lockstep.wait(work, in_turns)
+        finally:
+            self._pulse.note(b"")
+        found: list[list[int]] = everyone.tolist()
+        return found
+
+    def rows(self, told: Sequence[Sequence[int]], tensors: Sequence[Tensor], alike: Sequence[str]) -> Rows:
+        """Return which rows each rank has, of what all have told; all ranks call it together.
+
+        Raises:
+            UsageError: on every rank, where parts differ in more than their number of rows, or what is beside rows.
+            WorldError: where others tell of an earlier call, in which this rank failed.
+        """
+        heights, programs, beside, calls = zip(*told, strict=True)
+        if len(set(calls)) != 1:
+            raise WorldError(
+                f"ranks answer for different calls of the model ({', '.join(map(str, calls))}, rank by rank), since an "
+                "earlier one failed on some of them while others waited; let such an error end the job"
+            )
+        if len(set(programs)) != 1:
+            passed = from_all_ranks(shown(tensors))
+            other = next(rank for rank, theirs in enumerate(programs) if theirs != programs[0])
+            raise UsageError(
+                f"the parts of the batch do not fit together: rank 0 passed {passed[0]}, rank {other} passed "
+                f"{passed[other]}; parts may differ in their number of rows alone: pad all to one length, and have the "
+                "same values beside tensors, and model.train() or eval(), on all ranks"
+            )
+        if len(set(beside)) != 1:
+            passed = from_all_ranks(", ".join(alike) or "none")
+            other = next(rank for rank, theirs in enumerate(passed) if theirs != passed[0])
+            raise UsageError(
+                "with batch='local' ranks pass rows of their own in tensors whose dim 0 is as long as the first one's, "
+                f"and all others alike, but rank 0 passed {passed[0]} and rank {other} passed {passed[other]}; let dim "
+                "0 count the samples in what is cut, or pass the whole batch on all ranks with batch='global'"
+            )
+        return replace(in_turn(heights), agreed=True)
+
+
+def _number(text: str) -> int:
+    """Return a number of 7 bytes that other texts would nearly never give."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
 
 
 class InputPart(NamedTuple):

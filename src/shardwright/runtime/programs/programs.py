@@ -27,19 +27,20 @@ from shardwright.distributed.world import World
 from shardwright.errors import ShardwrightError
 from shardwright.launch.options.save_graphs import SaveGraphs
 from shardwright.runtime.compiled.compiler import Compiler
-from shardwright.runtime.graphs.batch_key import Keys, look_at
-from shardwright.runtime.graphs.remembered import Remembered
+from shardwright.runtime.graphs.unchanged import Remembered
 from shardwright.runtime.programs.aux_outputs import refusing_gradients
 from shardwright.runtime.programs.batches import described, difference
 from shardwright.runtime.programs.buckets import GradientReduction
-from shardwright.runtime.programs.execute import Execution, Outputs, StepArguments
+from shardwright.runtime.programs.execute import Execution
 from shardwright.runtime.programs.failures import with_text
 from shardwright.runtime.programs.inputs import (
     InputPart,
+    Keys,
     Rows,
     global_shapes,
     input_parts,
     local_inputs,
+    look_at,
     rows_of_output,
     shown,
 )
@@ -67,15 +68,6 @@ class PreparedProgram:
     unlike: str
     parts: dict[Hashable, list[InputPart]] = field(default_factory=dict, repr=False)
     """Cached by the rows that ranks were given: shapes and layouts are the program's, whose mesh and rank stay."""
-
-    def run(self, arguments: StepArguments) -> Outputs:
-        """Run the program once."""
-        try:
-            return self.execution(arguments)
-        except Exception as error:
-            if self.unlike:
-                with_text(error, self.unlike)
-            raise
 
     def inputs(self, tensors: Sequence[Tensor], rows: Rows, communicator: Communicator) -> list[Tensor]:
         """This rank's part of every input, as the plan lays it out."""
@@ -119,6 +111,8 @@ class Kept(NamedTuple):
 class Step(NamedTuple):
     """A step of some kind on a batch; ``key`` says on what its program depends beside the model, and how it is filled.
 
+    That is the key of `Programs.keys` with the shapes of the global batch: equal on every rank without talking.
+
     ``filled`` is what this rank's part of the batch is found to hold, or the whole of it, where that is ``agreed``.
     """
 
@@ -127,15 +121,6 @@ class Step(NamedTuple):
     rows: Rows
     key: Hashable
     filled: frozenset[Filled] = frozenset()
-
-    @staticmethod
-    def of(kind: StepKind, batch: Any, key: str, tensors: Sequence[Tensor], rows: Rows) -> Step:
-        """A step on the global batch of which ``batch`` is this rank's part: equal on every rank without talking.
-
-        Args:
-            key: that of `Programs.keys`.
-        """
-        return Step(kind, batch, rows, (key, global_shapes(tensors, rows)))
 
 
 class Programs:
@@ -175,37 +160,35 @@ class Programs:
         # filled; of several under one key that is used whose values of Python are what they were (`Remembered`). The
         # model is the planner's.
         self._by_key: dict[Hashable, list[Kept]] = {}
-        # Cached by `Step.key`: on what of a batch's numbers its graphs have said that they depend.
-        self._conditions: dict[Hashable, frozenset[Filled]] = {}
+        # Cached by `Step.key`.
+        self.conditions: dict[Hashable, frozenset[Filled]] = {}
+        """On what of a batch's numbers graphs have said that they depend; none where no batch came yet."""
 
     def add_first(self, sample_batch: Any, rows: Rows) -> None:
         """Make the program of the first plan."""
         self._sample = described(sample_batch)
         tensors = [leaf for _, leaf in tree_flatten(sample_batch)[0] if isinstance(leaf, Tensor)]
         key = self.keys.of("training", sample_batch, look_at(sample_batch))
-        filled = self._first.capture.filled
-        self._prepare(Step.of("training", sample_batch, key, tensors, rows)._replace(filled=filled), self._first, "")
-
-    def conditions(self, key: Hashable) -> frozenset[Filled] | None:
-        """Return what has to be known of the numbers of batches with this `Step.key`; None where none came yet."""
-        return self._conditions.get(key)
+        step_key = key, global_shapes(tensors, rows)
+        self._prepare(Step("training", sample_batch, rows, step_key, self._first.capture.filled), self._first, "")
 
     def of(self, step: Step) -> PreparedProgram:
         """The program of a step to which all ranks come; each says that it does, where it came to another before.
 
         Of several the one used last comes last: ranks forget alike those that were not used for longest.
         """
-        place = self._place(step)
+        place = step.key, step.filled & self.conditions.get(step.key, frozenset())
         known = self._by_key[place] = self._by_key.pop(place, [])
         for kept in known:
             if kept.remembered.holds():
-                left_out = kept.prepared.execution.left_out
+                compiled = kept.prepared.execution.compiled
+                left_out = "" if compiled is None else compiled.left_out  # where ranks differ, they round unlike
                 self._lockstep.same(f"{kept.number}:{left_out}", partial(_said, step, known, left_out))
                 if known[-1] is not kept:
                     known.append(known.pop(known.index(kept)))
                 return kept.prepared
         self._lockstep.same("another" if step.rows.agreed else str(place), partial(_said, step, known))
-        if step.key not in self._conditions:  # of which the step says all that its rank has found
+        if step.key not in self.conditions:  # of which the step says all that its rank has found
             del self._by_key[place]
             step = step._replace(filled=frozenset.intersection(*from_all_ranks(step.filled)))
         unlike = difference(step.batch, self._sample) if step.kind != "predict" else ""
@@ -222,36 +205,33 @@ class Programs:
             same = next((each.prepared for each in known if each.prepared.plan is plan), None)
             return self._prepare(step, plan, unlike) if same is None else self._prepare_again(step, same)
 
-    def _place(self, step: Step) -> Hashable:
-        """Return where the programs of a step are kept."""
-        return step.key, step.filled & self._conditions.get(step.key, frozenset())
-
     def executions(self) -> list[Execution]:
         """The programs that were made so far, each with a count of its runs."""
         return list({kept.prepared.execution: None for known in self._by_key.values() for kept in known})
 
     def _prepare_again(self, step: Step, prepared: PreparedProgram) -> PreparedProgram:
         """Keep a program for values of Python, too, with which the graph is the same."""
-        remembered, known = self._remember(step, prepared.plan, prepared.function), self._by_key[self._place(step)]
+        remembered, known = self._remember(step, prepared.plan, prepared.function)
         of_program = [kept for kept in known if kept.prepared is prepared]
         if len(of_program) >= MOST_VALUES:
             known.remove(of_program[0])
         known.append(Kept(remembered, prepared, str(self._made)))
         return prepared
 
-    def _remember(self, step: Step, plan: Plan, function: LossFunction) -> Remembered:
-        """Return what a step reads of Python now, the same on all ranks; with room for another program for it."""
+    def _remember(self, step: Step, plan: Plan, function: LossFunction) -> tuple[Remembered, list[Kept]]:
+        """Return what a step reads of Python now, the same on all ranks, and the programs for it, with room for one."""
         self._made += 1
         remembered = Remembered(plan.capture, self._planner.module, function)
         remembered.agree()
         self._make_room()
-        self._conditions[step.key] = self._conditions.get(step.key, frozenset()) | plan.capture.conditions
-        self._warn_of_many(self._by_key.setdefault(self._place(step), []), remembered)
-        return remembered
+        conditions = self.conditions[step.key] = self.conditions.get(step.key, frozenset()) | plan.capture.conditions
+        known = self._by_key.setdefault((step.key, step.filled & conditions), [])
+        self._warn_of_many(known, remembered)
+        return remembered, known
 
     def _prepare(self, step: Step, plan: Plan, unlike: str) -> PreparedProgram:
         function = self._planner.captures.function(step.kind)
-        remembered = self._remember(step, plan, function)
+        remembered, known = self._remember(step, plan, function)
         backend = backend_moving(self._world.device.type, self._world.backend)
         buckets = backend.buckets if len(set(self._world.hosts)) == 1 else backend.buckets_between
         program = lower(plan, self._world.rank, buckets.bytes, buckets.first_bytes, backend.overlaps)
@@ -269,7 +249,7 @@ class Programs:
         inputs = plan.capture.of_kind("input")
         shapes, layouts = tuple(v.shape for v in inputs), tuple(plan.stored[v.name] for v in inputs)
         prepared = PreparedProgram(plan, plan.capture, execution, function, shapes, layouts, outputs, unlike)
-        self._by_key[self._place(step)].append(Kept(remembered, prepared, str(self._made)))
+        known.append(Kept(remembered, prepared, str(self._made)))
         return prepared
 
     def _make_room(self) -> None:

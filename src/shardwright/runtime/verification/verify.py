@@ -32,9 +32,9 @@ from shardwright.distributed.agreement import agree, from_all_ranks, from_rank_z
 from shardwright.distributed.ranks import ranks_by_collectives
 from shardwright.distributed.world import current_world
 from shardwright.errors import UsageError
+from shardwright.runtime.placing.members import agree_on_weights
 from shardwright.runtime.programs.inputs import mesh_for
 from shardwright.runtime.programs.planner import hardware_of
-from shardwright.runtime.programs.storage import agree_on_weights, refuse_meta
 from shardwright.runtime.verification.build import as_batches
 from shardwright.runtime.verification.compare import (
     GRADIENT_FLOOR,
@@ -95,7 +95,7 @@ def verify(
     arguments = {"mode": mode, "mesh": str(mesh), "steps": steps, "lr": lr, "dtypes": tuple(dtypes)}
     agree("verify", {"the arguments": arguments}, _problem(steps, lr, dtypes, loop))
     given = _global_batches(batches)
-    refuse_meta(model)
+    _refuse_meta(model)
     model = copy.deepcopy(model).to(world.device)
     if not model.training:
         model.train()
@@ -197,3 +197,13 @@ def _notes(plan: Plan, random: Sequence[Node], found: Sequence[Deviation]) -> It
                 f"{d.dtype}: {d.skipped} of {d.entries} entries of parameters are not compared: their gradient was in "
                 f"some step below {GRADIENT_FLOOR:g} of the largest, where AdamW's step is noise"
             )
+
+
+def _refuse_meta(model: nn.Module) -> None:
+    """Raise `UsageError` where a parameter or buffer has no storage, and so no numbers to be verified with."""
+    empty = [name for name, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
+    if empty:
+        raise UsageError(
+            f"{len(empty)} parameters and buffers are on the meta device ({', '.join(empty[:3])}, ...) and have no "
+            "numbers that could be verified; call model.to_empty(device=...) and initialise them first"
+        )

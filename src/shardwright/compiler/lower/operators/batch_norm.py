@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shardwright.common.torch_private import flattened, views_into
 from shardwright.compiler.mesh.collectives import Axes, Communicator
 
 Sizes = Sequence[int]
@@ -245,7 +244,7 @@ def sum_in_place(comm: Communicator, axes: Axes, *shares: Tensor) -> list[Tensor
     for dtype in dict.fromkeys(share.dtype for share in shares):
         alike = [share for share in shares if share.dtype == dtype]
         with torch.no_grad():
-            totals = comm.all_reduce(flattened(alike), axes)
-            for share, total in zip(alike, views_into(totals, alike), strict=True):
-                share.copy_(total)
+            totals = comm.all_reduce(torch.cat([share.reshape(-1) for share in alike]), axes)
+            for share, total in zip(alike, torch.split(totals, [share.numel() for share in alike]), strict=True):
+                share.copy_(total.view_as(share))
     return []
