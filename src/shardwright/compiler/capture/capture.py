@@ -11,7 +11,7 @@ import torch
 from shardwright.common import trees
 from shardwright.compiler.capture.check import check
 from shardwright.compiler.capture.convert import convert
-from shardwright.compiler.capture.ir import Capture
+from shardwright.compiler.capture.ir import Capture, CaptureKey
 from shardwright.compiler.capture.pins import module_pins, pin_module
 from shardwright.compiler.capture.tracing.in_place import refuse_shared_memory
 from shardwright.compiler.capture.tracing.trace import LossFunction, Trace, capture_device, trace
@@ -109,9 +109,7 @@ def flatten_batch(batch: Any) -> list[torch.Tensor]:
     return [leaf for _, leaf in trees.tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor)]
 
 
-def _key(kind: StepKind, device: torch.device, leaves: list[tuple[str, Any]]) -> str:
-    parts: list[str] = [kind]
-    if torch.is_autocast_enabled(device.type):
-        parts.append(f"autocast {str(torch.get_autocast_dtype(device.type)).removeprefix('torch.')}")
-    parts += [f"{path}={leaf!r}" for path, leaf in leaves if not isinstance(leaf, torch.Tensor)]
-    return ", ".join(parts)
+def _key(kind: StepKind, device: torch.device, leaves: list[tuple[str, Any]]) -> CaptureKey:
+    dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else ""
+    beside = [f"{path}={leaf!r}" for path, leaf in leaves if not isinstance(leaf, torch.Tensor)]
+    return CaptureKey(kind, str(dtype).removeprefix("torch."), tuple(beside))

@@ -16,7 +16,17 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx.node import map_arg
 
 from shardwright.common import signatures, torch_private, trees
-from shardwright.compiler.capture.ir import Capture, Names, Node, Pin, Slices, Value, ValueKind, without_unused
+from shardwright.compiler.capture.ir import (
+    Capture,
+    CaptureKey,
+    Names,
+    Node,
+    Pin,
+    Slices,
+    Value,
+    ValueKind,
+    without_unused,
+)
 from shardwright.compiler.capture.pins import OPERAND_MARKER, RESULT_MARKER
 from shardwright.compiler.capture.tracing.attention import backends_of
 from shardwright.compiler.capture.tracing.functions import APPLIED, Application
@@ -65,7 +75,7 @@ class OutputTree:
         return trees.tree_map(lambda leaf: tensors[leaf.index] if isinstance(leaf, Operand) else leaf, self.tree)
 
 
-def convert(traced: Trace, labels: Sequence[str], key: str, *, train: bool, predict: bool) -> Capture:
+def convert(traced: Trace, labels: Sequence[str], key: CaptureKey, *, train: bool, predict: bool) -> Capture:
     """The capture of an exported step whose batch has tensors at ``labels``.
 
     Raises:
@@ -344,7 +354,7 @@ class _Converter:
 
     # outputs
 
-    def finish(self, key: str, *, predict: bool) -> Capture:
+    def finish(self, key: CaptureKey, *, predict: bool) -> Capture:
         """The capture, without dead operators."""
         program = self.traced.program
         mutations: dict[str, str] = {}

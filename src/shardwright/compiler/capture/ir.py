@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -120,6 +120,18 @@ class Node:
         return f"{self.op} {self.args} {self.kwargs}"
 
 
+class CaptureKey(NamedTuple):
+    """The facts beside the graph on which a capture depends: the kind of step, autocast, and values in the batch."""
+
+    kind: str
+    autocast: str = ""
+    """The dtype of the autocast around the step, empty without one."""
+    beside: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return ", ".join([self.kind, *([f"autocast {self.autocast}"] if self.autocast else []), *self.beside])
+
+
 @dataclass(frozen=True)
 class Capture:
     """A model's training step as a graph: forward and loss.
@@ -142,7 +154,7 @@ class Capture:
     mutations: Mapping[str, str]
     constants: Mapping[str, torch.Tensor] = field(repr=False)
     tied: Mapping[str, str]  # second name of a tied parameter or buffer -> its first name
-    key: str  # what the capture depends on beside the graph: training mode, autocast
+    key: CaptureKey
     frozen: tuple[Place, ...] = ()
     outside: Mapping[str, Place] = field(default_factory=dict)
     aux_with_gradient: frozenset[str] = frozenset()

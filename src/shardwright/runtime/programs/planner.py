@@ -173,12 +173,11 @@ class Planner:
 
 def _unlike_first(capture: Capture, first: Capture) -> str:
     """Say that a step is called within another autocast than the first one, where it is."""
-    now, then = (
-        next((part for part in c.key.split(", ") if part.startswith("autocast ")), "") for c in (capture, first)
-    )
+    now, then = capture.key.autocast, first.key.autocast
     if now == then:
         return ""
-    return f", under {now or 'no autocast'}, while the model was planned under {then or 'no autocast'}"
+    under, planned = (f"autocast {dtype}" if dtype else "no autocast" for dtype in (now, then))
+    return f", under {under}, while the model was planned under {planned}"
 
 
 def _internal(error: Exception) -> CaptureError:
