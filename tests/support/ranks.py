@@ -25,7 +25,7 @@ from shardwright.launch.hosts.port import lease_port
 PRELOAD = [
     "torch", "torch.distributed", "numpy", "torch.distributed.tensor", "torch.export", "torch._dynamo",
     "torch._export.passes", "torch._functorch.aot_autograd", "torch.export._trace", "shardwright.runtime.parallel",
-    "shardwright.checkpoint", "shardwright.distributed.backends.shm_meeting",
+    "shardwright.checkpoint", "shardwright.distributed.backends.shm_meeting", "pytest", "hypothesis",
 ]  # fmt: skip
 
 _context = multiprocessing.get_context("forkserver")
