@@ -182,6 +182,32 @@ def is_entrywise(operator: Any) -> bool:
     return (tagged or (operator.namespace == "aten" and listed)) and returns and not writes_out(operator)
 
 
+# Those of one tensor whose result is laid out as that is, beside those that work entry by entry.
+_LAID_OUT_ALIKE = ("detach", "alias", "_to_copy", "empty_like", "zeros_like", "ones_like", "full_like")
+
+
+def keeps_layout(operator: Any) -> bool:
+    """Return whether an operator gives of one tensor another of its shape, of whose entries each is made alone."""
+    return operator.namespace == "aten" and operator.overloadpacket.__name__ in _LAID_OUT_ALIKE
+
+
+def is_norm(operator: Any, arguments: Mapping[str, Any]) -> bool:
+    """Return whether an operator gives norms over all entries of tensors, to which it is no matter where zeros stand.
+
+    Args:
+        arguments: its arguments by their names, with defaults, as `arguments_of` gives them.
+    """
+    name = operator.overloadpacket.__name__
+    listed = operator.namespace == "aten" and name in ("_foreach_norm", "linalg_vector_norm")
+    dims = arguments.get("dim")
+    return bool(listed and arguments.get("ord", 2) > 0 and dims in (None, []) and not arguments.get("keepdim"))
+
+
+def looks_for_overflows(operator: Any) -> bool:
+    """Return whether an operator is the one by which `GradScaler` divides gradients and looks for infinite ones."""
+    return operator is torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+
+
 def draws(operator: Any) -> bool:
     """Return whether an operator draws random numbers: the tags are not documented."""
     return torch.Tag.nondeterministic_seeded in operator.tags

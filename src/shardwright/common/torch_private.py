@@ -636,6 +636,26 @@ def dtensor_like(tensor: Any, part: torch.Tensor) -> Any:
     return type(tensor)(part, spec, requires_grad=False)
 
 
+def written_parts(name: str, tensor: Any, offsets: tuple[int, ...]) -> list[Any]:
+    """Return what `torch.distributed.checkpoint` writes of a DTensor on this rank: a part that begins at ``offsets``.
+
+    The methods by which it asks are documented, and the classes of what they return are not.
+    """
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    [chunk] = read_parts(tensor, offsets)
+    data = TensorWriteData(chunk, TensorProperties.create_from_tensor(tensor._local_tensor), tensor.size())
+    return [WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
+
+
+def read_parts(tensor: Any, offsets: tuple[int, ...]) -> list[Any]:
+    """Return what `torch.distributed.checkpoint` reads of a DTensor on this rank, as `written_parts`."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    return [ChunkStorageMetadata(torch.Size(offsets), tensor._local_tensor.size())]
+
+
 def keep_layout(tensor: Any, changed: Any) -> None:
     """Let a DTensor have the part and the layout of one that stood for it, which an operator has changed."""
     tensor._spec, tensor._local_tensor = changed._spec, changed._local_tensor

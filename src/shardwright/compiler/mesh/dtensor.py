@@ -1,13 +1,17 @@
 """Layouts as placements of ``torch.distributed.tensor``, and back.
 
 Every axis of the mesh is one dim of the device mesh. Placements know no order of the axes on a dim but the mesh's,
-and no units: a layout that needs them is refused.
+and no units: a layout that needs them is refused. Torch has no placement for what the ranks at one coordinate of an
+axis hold alone, as one pipeline stage does its parameters: that is `HeldBy`, one of ours, which stands in the spec of a
+DTensor and so goes wherever that goes. Torch knows no operator for it; `split_tensor.SplitTensor` sees to them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,11 +20,43 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from shardwright.common import torch_private
 from shardwright.compiler.mesh.groups import SharedGroups
-from shardwright.compiler.mesh.layout import Layout
+from shardwright.compiler.mesh.layout import Layout, Split
 from shardwright.compiler.mesh.mesh import Axis, Mesh
 from shardwright.distributed.control import world_group
 from shardwright.errors import PlanError
+
+
+class HeldBy(Placement):
+    """The placement, on one mesh axis, of a tensor that the ranks at the coordinate ``holder`` hold alone.
+
+    At other coordinates parts have no rows of ``dim``. Axes behind it may shard that dim of what the holder has.
+    """
+
+    def __init__(self, dim: int, holder: int) -> None:
+        super().__init__()
+        self.dim, self.holder = dim, holder
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is HeldBy and (self.dim, self.holder) == (other.dim, other.holder)
+
+    def __hash__(self) -> int:
+        return hash((HeldBy, self.dim, self.holder))
+
+    def __repr__(self) -> str:
+        return f"HeldBy(dim={self.dim}, holder={self.holder})"
+
+    def __reduce__(self) -> tuple[type[HeldBy], tuple[int, int]]:
+        return HeldBy, (self.dim, self.holder)
+
+
+torch.serialization.add_safe_globals([HeldBy])
+
+
+def is_held(tensor: Any) -> bool:
+    """Return whether a tensor is a DTensor that the ranks at one coordinate of an axis hold alone."""
+    return isinstance(tensor, DTensor) and any(type(placed) is HeldBy for placed in tensor.placements)
 
 
 def to_placements(layout: Layout, mesh: Mesh) -> list[Placement]:
@@ -32,7 +68,7 @@ def to_placements(layout: Layout, mesh: Mesh) -> list[Placement]:
     Raises:
         PlanError: where a dim's axes do not stand in mesh order, or a dim is cut by units.
     """
-    dim_of: dict[str, int] = {}
+    placed: dict[str, Placement] = dict.fromkeys(layout.partial, Partial())
     for dim, split in enumerate(layout.dims):
         if split.axes != mesh.ordered(split.axes):
             raise PlanError(
@@ -44,11 +80,10 @@ def to_placements(layout: Layout, mesh: Mesh) -> list[Placement]:
                 f"dim {dim} of {layout} is cut between multiples of {split.unit}, which a DTensor cannot express; "
                 "where the parts are even, Layout.normalised makes the unit 1"
             )
-        dim_of |= dict.fromkeys(split.axes, dim)
-    return [
-        Partial() if axis in layout.partial else Shard(dim_of[axis]) if axis in dim_of else Replicate()
-        for axis in mesh.names
-    ]
+        placed |= dict.fromkeys(split.axes, Shard(dim))
+        if split.holder is not None:
+            placed[split.axes[0]] = HeldBy(dim, split.holder)
+    return [placed.get(axis, Replicate()) for axis in mesh.names]
 
 
 def from_placements(placements: Sequence[Placement], ndim: int, mesh: Mesh) -> Layout:
@@ -58,16 +93,20 @@ def from_placements(placements: Sequence[Placement], ndim: int, mesh: Mesh) -> L
     [-, b] Σa
 
     Raises:
-        PlanError: where a placement is none of Shard, Replicate and a partial sum, or their number is not the axes'.
+        PlanError: where a placement is none of Shard, HeldBy, Replicate and a partial sum, their number is not the
+            axes', or a dim is sharded over an axis before the one on which it is held.
     """
     if len(placements) != len(mesh.axes):
         raise PlanError(f"{len(placements)} placements {list(placements)} for the {len(mesh.axes)} axes of {mesh}")
-    axes: dict[int, Sequence[str]] = {}
+    cut: dict[int, Split] = {}
     partial = []
     for axis, placement in zip(mesh.names, placements, strict=True):
         if type(placement) is Shard:
             dim = placement.dim % ndim
-            axes[dim] = [*axes.get(dim, ()), axis]
+            before = cut.get(dim, Split())
+            cut[dim] = replace(before, axes=(*before.axes, axis))
+        elif type(placement) is HeldBy and placement.dim not in cut:
+            cut[placement.dim] = Split((axis,), holder=placement.holder)
         elif type(placement) is Partial and placement.reduce_op == "sum":
             partial.append(axis)
         elif type(placement) is not Replicate:
@@ -75,7 +114,7 @@ def from_placements(placements: Sequence[Placement], ndim: int, mesh: Mesh) -> L
                 f"placement {placement!r} on axis {axis} has no layout; "
                 "those that have: Shard, Replicate, Partial('sum')"
             )
-    return Layout.split(ndim, axes, partial)
+    return Layout(tuple(cut.get(dim, Split()) for dim in range(ndim)), tuple(partial))
 
 
 def layout_of(tensor: DTensor) -> tuple[Layout, Mesh]:
@@ -84,10 +123,14 @@ def layout_of(tensor: DTensor) -> tuple[Layout, Mesh]:
     Raises:
         PlanError: as `from_placements` does.
     """
-    devices, placements = tensor.device_mesh, tuple(tensor.placements)
+    return layout_on(tensor.device_mesh, tensor.placements, tensor.ndim)
+
+
+def layout_on(devices: DeviceMesh, placements: Sequence[Placement], ndim: int) -> tuple[Layout, Mesh]:
+    """Return how a DTensor of ``ndim`` dims with these placements is laid out, as `layout_of`."""
     names = devices.mesh_dim_names or tuple(f"axis{i}" for i in range(devices.ndim))
     kinds = tuple(type(placement) for placement in placements)  # of which unlike ones are equal
-    return _layout_of(names, tuple(devices.shape), placements, kinds, tensor.ndim)
+    return _layout_of(names, tuple(devices.shape), tuple(placements), kinds, ndim)
 
 
 @lru_cache(maxsize=1024)
@@ -176,12 +219,46 @@ def gathered(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor
+    if is_held(tensor):
+        tensor = from_holders(tensor)
     placements = list(tensor.placements)
     for axis in reversed(range(len(placements))):  # the minor axis first; at once, torch would warn of several gathers
         if not placements[axis].is_replicate():
             placements[axis] = Replicate()
             tensor = tensor.redistribute(placements=placements)
     return tensor.to_local()
+
+
+def from_holders(tensor: DTensor) -> DTensor:
+    """Return a copy in which ranks at all coordinates have what the holders of a tensor have.
+
+    All ranks call it together.
+    """
+    (layout, mesh), devices = layout_of(tensor), tensor.device_mesh
+    assert layout.held is not None
+    name, holder = layout.held
+    axis, rest = mesh.names.index(name), layout.without(name)
+    placements = [Replicate() if at == axis else placed for at, placed in enumerate(tensor.placements)]
+    if devices.get_local_rank(axis) == holder:
+        part = torch_private.part_of(tensor).detach().clone(memory_format=torch.contiguous_format)
+    else:
+        shape = rest.local_shape(tensor.shape, mesh, dist.get_rank())
+        part = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+    if part.numel():
+        entries = torch.view_as_real(part) if part.is_complex() else part
+        dist.broadcast(entries.view(-1).view(torch.uint8), group=devices.get_group(axis), group_src=holder)
+    return DTensor.from_local(part, devices, placements, shape=tensor.shape, stride=tensor.stride())
+
+
+def as_shards(tensor: DTensor) -> DTensor:
+    """Return a DTensor of the same parts that torch takes for shards, for what it does alike however long these are.
+
+    A part without entries is one zero there, so that it has a largest entry.
+    """
+    placements = [Shard(placed.dim) if type(placed) is HeldBy else placed for placed in tensor.placements]
+    part = torch_private.part_of(tensor).detach()
+    part = part if part.numel() else part.new_zeros([1] * part.ndim)
+    return DTensor.from_local(part, tensor.device_mesh, placements, shape=tensor.shape, stride=tensor.stride())
 
 
 def part_like(value: Tensor, own: DTensor) -> Tensor:

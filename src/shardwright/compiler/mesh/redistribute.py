@@ -154,8 +154,8 @@ def _unless_default(**arguments: Any) -> dict[str, Any]:
 
 
 def _longest(size: int, split: Split, mesh: Mesh) -> int:
-    """The rows of a dim that rank 0 holds; no rank holds more."""
-    return -(-(size // split.unit) // mesh.extent(split.axes)) * split.unit if split.axes else size
+    """The rows of a dim that the rank holds which holds most: rank 0, unless others alone hold any."""
+    return -(-(size // split.unit) // split.parts(mesh)) * split.unit if split.axes else size
 
 
 def possible(src: Layout, dst: Layout) -> bool:
@@ -203,6 +203,11 @@ def _redistribute(
 
     Cached by frozen values of whole numbers and names, of which it is a function.
     """
+    if held := src.held or dst.held:
+        raise PlanError(
+            f"what the ranks at {held[1]} of {held[0]} hold alone is handed over by them, and by no redistribution of "
+            f"{src} to {dst} (a defect, to be reported)"
+        )
     if not possible(src, dst):
         made = ", ".join(axis for axis in dst.partial if axis not in src.partial)
         raise PlanError(f"a value laid out as {src} cannot become {dst}: it is not a partial sum over {made}")

@@ -6,18 +6,20 @@ for the tensors of our models alone: parameters, their gradients, what optimizer
 these. Whether plain tensors that are written into one are alike on all ranks is compared when the model is next used.
 Arithmetic entry by entry, as of optimizers, is done on the parts as they are. What torch knows no way to do on parts,
 such as a view that does not fit them, is done on the whole by every rank, and so are random numbers: torch would draw
-equal ones for each part.
+equal ones for each part. So is nearly all that is done with a tensor that some ranks hold alone (`dtensor.HeldBy`),
+which torch would take for replicated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Placement
 
 from shardwright.common import signatures, torch_private, trees
 from shardwright.compiler.mesh.changed import (
@@ -29,7 +31,16 @@ from shardwright.compiler.mesh.changed import (
     set_data,
     set_items,
 )
-from shardwright.compiler.mesh.dtensor import gathered, part_like, replicated
+from shardwright.compiler.mesh.dtensor import (
+    HeldBy,
+    as_shards,
+    gathered,
+    is_held,
+    layout_of,
+    layout_on,
+    part_like,
+    replicated,
+)
 from shardwright.errors import UsageError
 
 _GRADIENT: Any = Tensor.grad
@@ -51,9 +62,13 @@ class SplitTensor(DTensor):
         if signatures.reads_number(func):
             return _number(args[0])
         call = _Call(func, args, kwargs)
+        if signatures.looks_for_overflows(func):
+            return call.unscale(*args)
         if signatures.draws(func):
             refuse_unlike_generators(call.like, kwargs.get("generator"))
             return call.on_wholes()
+        if call.has_held:
+            return call.with_held()
         if signatures.writes_out(func) and not call.changes_partial:  # torch would give it another layout
             return call.on_wholes()
         try:
@@ -103,12 +118,86 @@ class SplitTensor(DTensor):
             "tensor.full_tensor().numpy() on every rank"
         )
 
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+        """Return what this rank holds, as torch does."""
+        if not is_held(self) or not torch.is_grad_enabled() or grad_placements is not None:
+            found: Tensor = super().to_local(grad_placements=grad_placements)
+            return found
+        part: Tensor = _Part.apply(self)  # type: ignore[no-untyped-call]
+        return part
+
+    def redistribute(
+        self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **options: Any
+    ) -> DTensor:
+        """Return the tensor in another layout, as torch does; what some ranks hold alone goes by way of the whole."""
+        wanted = tuple(placements or self.placements)
+        if HeldBy not in {type(placed) for placed in (*self.placements, *wanted)}:
+            return super().redistribute(device_mesh, placements, **options)
+        if wanted == self.placements:
+            return self
+        if any(placed.is_partial() for placed in wanted) or device_mesh not in (None, self.device_mesh):
+            raise UsageError(
+                f"a split tensor placed as {list(self.placements)} cannot be placed as {list(wanted)}; placements "
+                "that it can have: Replicate(), Shard(dim), and its own"
+            )
+        if options.get("forward_dtype") or options.get("backward_dtype"):
+            raise UsageError(f"redistribute() of a split tensor placed as {list(self.placements)} takes no dtypes")
+        found: DTensor = _Redistributed.apply(self, wanted)  # type: ignore[no-untyped-call]
+        return found
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Files have a DTensor, which torch can load by itself."""
+        """Files have a DTensor, which torch can load by itself, unless it does not know the layout."""
+        if is_held(self):
+            return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
         return torch_private.dtensor_of(self).__reduce_ex__(protocol)
 
+    # What `torch.distributed.checkpoint` asks for.
 
+    def __create_write_items__(self, fqn: str, object: Any) -> Any:
+        if not is_held(self):
+            return super().__create_write_items__(fqn, object)
+        return torch_private.written_parts(fqn, self, self._offsets) if torch_private.part_of(self).numel() else []
+
+    def __create_chunk_list__(self) -> Any:
+        if not is_held(self):
+            return super().__create_chunk_list__()  # type: ignore[no-untyped-call]
+        return torch_private.read_parts(self, self._offsets) if torch_private.part_of(self).numel() else []
+
+    @property
+    def _offsets(self) -> tuple[int, ...]:
+        layout, mesh = layout_of(self)
+        return tuple(rows.start for rows in layout.local_slice(self.shape, mesh, dist.get_rank()))
+
+
+torch.serialization.add_safe_globals([SplitTensor])
 torch_private.let_optimizers_take_lists(SplitTensor)
+
+
+class _Part(torch.autograd.Function):
+    """`to_local`, whose gradient is laid out as the tensor is."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: SplitTensor) -> Tensor:
+        ctx.like = tensor
+        part = torch_private.part_of(tensor)
+        return part.view_as(part)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return torch_private.dtensor_like(ctx.like, gradient)
+
+
+class _Redistributed(torch.autograd.Function):
+    """A tensor in another layout, whose gradient is brought back to the first one."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: SplitTensor, placements: tuple[Placement, ...]) -> SplitTensor:
+        ctx.placements = tensor.placements
+        return placed_as(tensor, tensor.device_mesh, placements)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: DTensor) -> tuple[SplitTensor, None]:
+        return placed_as(gradient, gradient.device_mesh, ctx.placements), None
 
 
 def split_tensor(tensor: DTensor) -> SplitTensor:
@@ -121,6 +210,14 @@ def laid_out(value: Tensor, own: DTensor) -> SplitTensor:
     """Return ``value``, whole or a DTensor, laid out as ``own``, which has its shape. All ranks call it together."""
     part = part_like(value, own)
     return split_tensor(DTensor.from_local(part, own.device_mesh, own.placements, shape=own.shape, stride=own.stride()))
+
+
+def placed_as(value: Tensor, devices: DeviceMesh, placements: Sequence[Placement]) -> SplitTensor:
+    """Return ``value``, whole or a DTensor, with other placements. All ranks call it together."""
+    whole = gathered(value)
+    layout, mesh = layout_on(devices, placements, whole.ndim)
+    part = whole[layout.local_slice(whole.shape, mesh, dist.get_rank())].clone()
+    return split_tensor(DTensor.from_local(part, devices, placements, shape=whole.shape, stride=whole.stride()))
 
 
 def _lines(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[list[Tensor]]:
@@ -177,6 +274,8 @@ def _entry_by_entry(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, A
 
 def _number(tensor: DTensor) -> Any:
     """Return the number that a tensor of one entry stands for; torch reads what this rank holds."""
+    if is_held(tensor):
+        return gathered(tensor).item()
     part = tensor.to_local()
     if all(placed.is_replicate() for placed in tensor.placements):
         return part.item()
@@ -200,6 +299,62 @@ class _Call:
         self._plain = [t for t in tensors if not isinstance(t, DTensor) and t.ndim]
         self._stand_ins: dict[int, tuple[Tensor, DTensor]] = {}  # by the id of what was given
         self._changes = signatures.changes_operands(operator)
+
+    @property
+    def has_held(self) -> bool:
+        """Return whether some ranks hold an operand alone."""
+        return any(map(is_held, trees.tree_leaves((self._args, self._kwargs))))
+
+    def with_held(self) -> Any:
+        """Return what the operator gives where some ranks hold operands alone, on parts if that gives the same."""
+        operator = self._operator
+        if signatures.keeps_layout(operator) and is_held(self._args[0]):
+            return _entry_by_entry(operator, self._args, self._kwargs, [[self._args[0]]])
+        if signatures.is_norm(operator, signatures.arguments_of(operator, self._args, self._kwargs)):
+            args, kwargs = trees.tree_map(self._shards, (self._args, self._kwargs))
+            return trees.tree_map(_own, operator(*args, **kwargs))
+        if signatures.is_entrywise(operator) and (alike := self._laid_alike()):
+            self._note_plain()
+            return _entry_by_entry(operator, *alike)
+        return self.on_wholes()
+
+    def _shards(self, leaf: Any) -> Any:
+        return as_shards(leaf) if is_held(leaf) else self._stand_in(leaf)
+
+    def _laid_alike(self) -> tuple[tuple[Any, ...], dict[str, Any], list[list[Tensor]]] | None:
+        """Return operands of which those with others that some ranks hold alone are laid out as these.
+
+        None where they cannot be, as of other shapes, or where one that the operator changes would have to be.
+        """
+        given = [*self._args, *self._kwargs.values()]
+        lists = [each for each in given if isinstance(each, (list, tuple)) and each and isinstance(each[0], Tensor)]
+        single = [each for each in given if isinstance(each, Tensor)]
+        written = {
+            id(leaf)
+            for at, name in signatures.written_operands(self._operator)
+            for leaf in trees.tree_leaves(self._kwargs.get(name, self._args[at] if at < len(self._args) else None))
+        }
+        made: dict[int, Tensor] = {}
+        for line in [[*single, *together] for together in zip(*lists, strict=False)] or [single]:
+            own = next((leaf for leaf in line if isinstance(leaf, DTensor) and is_held(leaf)), None)
+            for leaf in line:
+                if own is None or leaf.ndim == 0 or (isinstance(leaf, DTensor) and leaf.placements == own.placements):
+                    continue
+                if id(leaf) in written or leaf.shape != own.shape:
+                    return None
+                made[id(leaf)] = laid_out(leaf, own)
+        args, kwargs = trees.tree_map(lambda leaf: made.get(id(leaf), leaf), (self._args, self._kwargs))
+        lines = _lines(args, kwargs)
+        return (args, kwargs, lines) if lines else None
+
+    def unscale(self, gradients: Sequence[Tensor], found_inf: Tensor, scale: Tensor) -> None:
+        """Divide gradients; all ranks find what is infinite on one: torch reduces that as the first one is laid out."""
+        parts = [torch_private.part_of(each) if isinstance(each, DTensor) else each for each in gradients]
+        self._operator(parts, found_inf, scale)
+        split = [each.placements for each in gradients if isinstance(each, DTensor)]
+        for axis, placed in enumerate(zip(*split, strict=True)):
+            if not all(each.is_replicate() for each in placed):
+                dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self._mesh.get_group(axis))
 
     @property
     def changes_partial(self) -> bool:

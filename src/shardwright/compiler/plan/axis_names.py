@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from shardwright.compiler.capture.ir import Node
-from shardwright.compiler.mesh.layout import Layout, Split
+from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.mesh.mesh import Axis, Mesh
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.cost import work_of
@@ -91,7 +91,7 @@ def _strategy(strategy: Strategy, names: Mapping[str, str]) -> Strategy:
 
 
 def _layout(layout: Layout, names: Mapping[str, str]) -> Layout:
-    dims = tuple(Split(_renamed(dim.axes, names), dim.unit) for dim in layout.dims)
+    dims = tuple(replace(dim, axes=_renamed(dim.axes, names)) for dim in layout.dims)
     return Layout(dims, _renamed(layout.partial, names))
 
 
