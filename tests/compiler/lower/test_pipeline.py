@@ -1,5 +1,7 @@
 """Programs of pipeline stages give what one device gives, on simulated ranks."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -10,13 +12,14 @@ from shardwright.compiler.lower.lower import lower
 from shardwright.compiler.mesh.mesh import PIPELINE, Mesh
 from shardwright.compiler.plan.plan import Plan
 from shardwright.errors import PlanError, UsageError
-from whole import plan_of, run, same, splitting_hardware
+from whole import communicated, plan_of, run, same, splitting_hardware
 
 # stages, other axes, microbatches: also more of them than rows, and uneven ones
 EVERYWHERE = [("pp=2", 2), ("pp=3", 5), ("pp=2,dp=2", 3), ("pp=2,dp=3", 2), ("pp=3,tp=2", 4), ("pp=2,dp=2", 7)]
 
 
 def held_against_one_device(model, loss_fn, batch, mesh, microbatches, mode="data", tolerance=1e-12, **options):
+    options.setdefault("hardware", splitting_hardware())  # on the usual one a single stage would do all that is small
     expected = run(plan_of(model, loss_fn, batch, Mesh(()), "single"), model, batch)
     plan = plan_of(model, loss_fn, batch, Mesh.parse(mesh), mode, microbatches=microbatches, **options)
     same(run(plan, model, batch), expected, tolerance)
@@ -138,6 +141,7 @@ def test_stages_go_together_with_plans_that_shard_all_they_can(mesh, microbatche
     hardware = splitting_hardware()
     plan = held_against_one_device(model, decoder.loss_fn, batch, mesh, microbatches, "auto", hardware=hardware)
     assert any(strategy.used - {"micro"} for strategy in plan.strategies.values())
+    assert any(layout.held and len(layout.split_axes) > 1 for layout in plan.stored.values())
 
 
 def test_layers_are_recomputed_microbatch_by_microbatch():
@@ -199,14 +203,59 @@ def test_batch_norm_goes_through_stages_with_one_microbatch_and_not_with_several
         plan_of(normed(), classes, images(), Mesh.parse("pp=2"), "data", microbatches=2)
 
 
-def test_each_rank_stores_its_share_of_every_parameter_and_sends_to_neighbours_alone():
+def test_a_stage_alone_holds_what_it_alone_computes_with():
     model, batch = language()
-    plan = plan_of(model, language_loss, batch, Mesh.parse("pp=4"), "data", microbatches=2)
-    stored = [plan.stored[value.name] for value in plan.capture.of_kind("parameter") if value.shape]
-    assert all(layout.split_axes == {PIPELINE} for layout in stored)
-    lines = [lower(plan, rank).source for rank in range(4)]
+    hardware = splitting_hardware()
+    plan = plan_of(model, language_loss, batch, Mesh.parse("pp=4,dp=2"), "data", microbatches=2, hardware=hardware)
+    stored = {value.label: plan.stored[value.name] for value in plan.capture.of_kind("parameter")}
+    readers = {value.label: plan.read_by_stages[value.name] for value in plan.capture.of_kind("parameter")}
+    assert str(stored["words.weight"]) == "[pp, -]"  # is tied to the head
+    assert str(stored["factor"]) == "[]"
+    held = {label: layout.held[1] for label, layout in stored.items() if layout.held}
+    assert held.keys() == stored.keys() - {"words.weight", "factor"}
+    assert all(readers[label] == {holder} for label, holder in held.items())
+    assert set(held.values()) == {0, 1, 2}  # the last one has the tied head
+    for rank in range(8):
+        shapes = {
+            value.label: plan.stored[value.name].local_shape(value.shape, plan.devices, rank)
+            for value in plan.capture.of_kind("parameter")
+        }
+        mine = {label for label, shape in shapes.items() if shape and shape[0]} - {"words.weight"}
+        assert mine == {label for label, holder in held.items() if holder == rank // 2}
+    lines = [lower(plan, rank).source for rank in range(0, 8, 2)]
     assert [text.count(".receive(") for text in lines] == [0, 2, 2, 2]
     assert [text.count(".send(") for text in lines] == [2, 2, 2, 0]
+
+
+@pytest.mark.parametrize(("mesh", "mode"), [("pp=2", "data"), ("pp=2,dp=2", "auto")])
+def test_what_one_stage_holds_crosses_none(mesh, mode, monkeypatch):
+    model, batch = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)), nn.Linear(8, 3)).double(), images()
+    options = {"microbatches": 2, "hardware": splitting_hardware()}
+    plan = plan_of(model, classes, batch, Mesh.parse(mesh), mode, **options)
+    assert {stage for stages in plan.read_by_stages.values() for stage in stages} == {0, 1}
+    assert all(plan.stored[value.name].held for value in plan.capture.of_kind("parameter"))
+    assert not plan.moved_between_stages
+    moved = communicated(plan, model, batch, monkeypatch)
+    crossing = {kind: size for (kind, axes), size in moved.items() if PIPELINE in axes}
+    assert crossing.keys() <= {"all_gather"}  # the loss, which all stages have
+    assert sum(crossing.values()) <= 2 * 8
+    model, batch = language()
+    tied = plan_of(model, language_loss, batch, Mesh.parse("pp=2"), "data", **options)
+    moved = communicated(tied, model, batch, monkeypatch)
+    words = 6 * 8 * 8 * 2  # the longer half of the table, to and from each of two stages
+    assert moved["all_to_all", (PIPELINE,)] == 2 * words
+
+
+@pytest.mark.parametrize("mesh", ["pp=3", "pp=2,dp=2"])
+def test_what_another_stage_holds_is_sent_to_the_one_that_reads_it(mesh):
+    model, batch = language()
+    hardware = splitting_hardware()
+    plan = plan_of(model, language_loss, batch, Mesh.parse(mesh), "data", microbatches=2, hardware=hardware)
+    stages = plan.stages
+    elsewhere = {name: at if at is None else (at + 1) % stages.count for name, at in stages.holders.items()}
+    moved = replace(plan, stages=replace(stages, holders=elsewhere))
+    assert len(moved.moved_between_stages) > len(plan.moved_between_stages)
+    same(run(moved, model, batch), run(plan_of(model, language_loss, batch, Mesh(()), "single"), model, batch), 1e-12)
 
 
 def test_a_plan_with_stages_is_read_back_from_its_json():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from shardwright.errors import UsageError
@@ -194,6 +194,9 @@ class Stages:
     There are ``count`` groups of ranks with ``each`` stages; stage ``s`` is on group ``s % count``. ``of`` names the
     stage of each operator that depends on the batch and on parameters. Others, as the cast of a weight or a mask of
     positions, are computed by every stage that reads them. ``schedule`` is one of `plan.pipeline.schedule`.
+
+    ``holders`` names the group that holds each parameter alone, None for a parameter that is sharded over all groups;
+    of others each group holds what the plan of one stage says.
     """
 
     count: int
@@ -201,6 +204,7 @@ class Stages:
     of: Mapping[str, int]
     schedule: str = "gpipe"
     each: int = 1
+    holders: Mapping[str, int | None] = field(default_factory=dict)
 
     @property
     def total(self) -> int:

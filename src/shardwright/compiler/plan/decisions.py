@@ -114,8 +114,8 @@ class Decisions:
     def stored(self) -> Mapping[str, Layout]:
         """The layouts of the leaves on the `devices`.
 
-        With pipeline stages a parameter is sharded over these, too, along the first dim that nothing else shards: each
-        rank holds as much of the parameters and of their optimizer states, however many a stage computes with.
+        With pipeline stages a parameter that one of them computes with is held by that one alone; others are sharded
+        over the stages, along the first dim that nothing else shards.
         """
         if self.stages is None:
             return self.leaves
@@ -123,9 +123,11 @@ class Decisions:
 
     def _stored(self, value: Value, layout: Layout) -> Layout:
         assert self.stages is not None
-        if value.kind != "parameter" or self.stages.count == 1:
+        if value.name not in self.stages.holders:
             return self.on_devices(layout)
-        dims = list(layout.dims)
+        dims, holder = list(layout.dims), self.stages.holders[value.name]
+        if holder is not None:
+            return Layout((Split((PIPELINE, *dims[0].axes), dims[0].unit, holder), *dims[1:]))
         for at, (size, dim) in enumerate(zip(value.shape, dims, strict=True)):
             if not dim.axes and size >= self.stages.count:
                 dims[at] = Split((PIPELINE,))
@@ -148,6 +150,20 @@ class Decisions:
             for name in node.operands:
                 found[name] = found.get(name, frozenset()) | stages
         return {name: found.get(name, frozenset()) for name in self.capture.values}
+
+    @cached_property
+    def moved_between_stages(self) -> frozenset[str]:
+        """The parameters that groups of ranks send to each other in a step, as several or others compute with them.
+
+        Cached: the plan is frozen.
+        """
+        if self.stages is None:
+            return frozenset()
+        readers = self.read_by_stages
+        sharded = {name for name, holder in self.stages.holders.items() if holder is None}
+        moved = {name for name in sharded if PIPELINE in self.stored[name].split_axes}
+        elsewhere = {name for name, at in self.stages.holders.items() if at is not None and readers[name] - {at}}
+        return frozenset(moved | elsewhere)
 
     @property
     def shown_mesh(self) -> Mesh:

@@ -103,12 +103,14 @@ class MemoryModel:
     def of_stage(self, plan: Decisions, optimizer: OptimizerStates, group: int) -> DeviceMemory:
         """Return the bytes that a rank holds of a group with pipeline stages, and of the microbatches it has begun.
 
-        Parameters and gradients are those that it stores, and those that it computes with, whole. What stages exchange
-        before the forward and behind the backward, in three buffers, is there while nothing is saved.
+        Parameters and gradients are those that it stores, and those that are sent to it, whole. What stages exchange
+        before the forward and behind the backward, in three buffers, is there while nothing is saved, and so are the
+        gradients again in which those of other ranks are added up.
         """
         assert plan.stages is not None
         stages, lying = plan.stages, self._lying(plan)
-        values, rank = plan.capture.values, self._rank % (plan.mesh.size // stages.microbatches)
+        values, ranks = plan.capture.values, plan.mesh.size // stages.microbatches
+        rank = group * ranks + self._rank % ranks
         of = {node.name: stages.of.get(node.name) for node in plan.capture.nodes}
         names = {name for name, stage in of.items() if stage is None or stages.group(stage) == group}
         table = schedule(stages.schedule, stages.count, stages.microbatches, stages.total)
@@ -125,9 +127,10 @@ class MemoryModel:
         read = [
             v
             for v in plan.capture.of_kind("parameter")
-            if group in plan.read_by_stages[v.name] and plan.stored[v.name] != plan.leaves[v.name]
+            if v.name in plan.moved_between_stages and group in plan.read_by_stages[v.name]
         ]
         whole = {value.name: local_bytes(value, plan.leaves[value.name], plan.mesh, self._rank) for value in read}
+        own = sum(stored[value.name] for value in trained if value.name not in plan.moved_between_stages)
         of_kind = Counter[str]()
         for name, size in stored.items():
             of_kind[values[name].kind] += size
@@ -138,7 +141,7 @@ class MemoryModel:
             activations=saved,
             buffers=of_kind["buffer"] + of_kind["constant"],
             inputs=of_kind["input"],
-            communication=max(self._largest_buffer, 3 * sum(whole.values()) - saved),
+            communication=max(self._largest_buffer, 3 * sum(whole.values()) + own - saved),
             recomputed=max(
                 (size for name, size in _remade(plan, lying).items() if name in _blocks_among(plan, names)),
                 default=0,

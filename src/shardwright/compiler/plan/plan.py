@@ -130,6 +130,10 @@ def _refuse_stages(plan: Decisions) -> None:
     unknown = sorted(set(stages.of) - {node.name for node in plan.capture.nodes})
     if unknown or not set(stages.of.values()) <= set(range(stages.total)):
         raise PlanError(f"the stages of the plan are not those of its operators ({', '.join(unknown[:5])}); plan again")
+    parameters = {value.name: len(value.shape) for value in plan.capture.of_kind("parameter")}
+    for name, holder in stages.holders.items():
+        if name not in parameters or (holder is not None and not (parameters[name] and 0 <= holder < stages.count)):
+            raise PlanError(f"the plan has {name} held by stage {holder} of {stages.count}; plan again")
     if stages.schedule not in SCHEDULES or stages.each < 1:
         raise PlanError(f"the plan has the schedule {stages.schedule!r}, which this release does not know; plan again")
     if stages.microbatches != plan.mesh.sizes.get(MICROBATCHES, 1):

@@ -32,6 +32,7 @@ from shardwright.compiler.lower.program import Instruction, LocalProgram
 from shardwright.compiler.lower.recomputed import recomputed
 from shardwright.compiler.mesh import collectives, together
 from shardwright.compiler.mesh.collectives import Communicator, all_gather
+from shardwright.compiler.mesh.dtensor import from_holders
 from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.mesh.redistribute import redistribute
 from shardwright.compiler.plan.plan import Plan
@@ -260,6 +261,8 @@ class ModelState:
             return tensor.detach() if isinstance(tensor, Tensor) else tensor  # what a module adds: get_extra_state
         shape, replicated = tuple(tensor.shape), Layout.replicated(tensor.ndim)
         layout = self.storage.get(self._plan.capture.tied.get(name, name), replicated)
+        if layout.held is not None:
+            tensor, layout = from_holders(tensor), layout.without(layout.held[0])
         steps = redistribute(layout, replicated, (), shape, self._plan.devices)
         communicator.prepare(step.axes for step in steps)
         with torch.no_grad():

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
+from shardwright.compiler.mesh.dtensor import part_like
 from shardwright.compiler.plan.plan import Plan
 from shardwright.runtime.model import ParallelModel
 from shardwright.runtime.programs.splitting import local_part
@@ -55,9 +56,7 @@ class _Trainer:
 
 def _like(parameter: Tensor, whole: Tensor) -> Tensor:
     """The part of a whole tensor that this rank holds of a parameter."""
-    if not isinstance(parameter, DTensor):
-        return whole
-    return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None).to_local()
+    return part_like(whole, parameter) if isinstance(parameter, DTensor) else whole
 
 
 class SideBySide:

@@ -17,9 +17,10 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from shardwright.common.trees import tree_leaves, tree_map
+from shardwright.compiler.mesh.split_tensor import laid_out
 from shardwright.distributed.agreement import from_all_ranks
 from shardwright.distributed.world import init
 from shardwright.errors import CaptureError, UsageError
@@ -346,6 +347,4 @@ def _split_as(value: Any, parameter: Tensor) -> Any:
     """A whole tensor of an optimizer's state, as its parameter is split."""
     if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or value.shape != parameter.shape:
         return value
-    return distribute_tensor(
-        value.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
-    )
+    return laid_out(value, parameter)

@@ -126,15 +126,15 @@ def told(pipe: Pipe, owner: int, shape: Shape, dtype: torch.dtype, x: Tensor | N
     return pipe.from_stage(owner, shape, dtype, x)
 
 
-# Parameters: sharded over the stages while they are stored, whole where a stage computes with them.
+# Parameters: held by the one stage that computes with them, or sharded over all and brought to those that do.
 
 
 class Parameter(NamedTuple):
     """A parameter as the ranks of all stages hold it.
 
-    ``dim``, of ``size`` rows, is sharded over the stages; None: each holds the whole. ``readers`` are the stages that
-    compute with it. Its gradient is summed over ``axes``, in ``summed_in`` if that is not its own dtype; it is
-    ``trained`` where it has one.
+    ``dim``, of ``size`` rows, is sharded over the stages, or held by the ``holder`` alone; None: each holds the whole.
+    ``readers`` are the stages that compute with it. Its gradient is summed over ``axes``, in ``summed_in`` if that is
+    not its own dtype; it is ``trained`` where it has one.
     """
 
     dim: int | None
@@ -143,9 +143,17 @@ class Parameter(NamedTuple):
     axes: Axes
     summed_in: torch.dtype | None
     trained: bool
+    holder: int | None = None
+
+    @property
+    def moves(self) -> bool:
+        """Return whether stages send it to each other."""
+        return self.dim is not None and (self.holder is None or not {self.holder}.issuperset(self.readers))
 
     def rows(self, stage: int, stages: int) -> tuple[int, int]:
         """The rows [start, stop) that a stage stores."""
+        if self.holder is not None:
+            return (0, self.size) if stage == self.holder else (0, 0)
         return chunk(0, self.size, stages, stage)
 
     def shape(self, part: Tensor, stage: int, stages: int) -> Shape:
@@ -171,8 +179,8 @@ class _Fetch(torch.autograd.Function):
     def forward(ctx: Any, pipe: Pipe, facts: tuple[Parameter, ...], *parts: Tensor) -> tuple[Tensor, ...]:
         ctx.pipe, ctx.facts, ctx.parts = pipe, facts, [part.detach() for part in parts]
         ctx.set_materialize_grads(False)
-        sharded = [number for number, fact in enumerate(facts) if fact.dim is not None]
-        wholes = _gathered(pipe, facts, ctx.parts, sharded)
+        moved = [number for number, fact in enumerate(facts) if fact.moves]
+        wholes = _gathered(pipe, facts, ctx.parts, moved)
         read = [number for number, fact in enumerate(facts) if pipe.stage in fact.readers]
         found = {n: wholes[n] if n in wholes else parts[n].view_as(parts[n]) for n in read}
         ctx.mark_non_differentiable(*(found[n] for n in read if not facts[n].trained))
@@ -191,8 +199,10 @@ class _Fetch(torch.autograd.Function):
             shape = parts[number].shape if fact.dim is None else _whole_shape(fact, parts[number])
             found[number] = parts[number].new_zeros(shape) if gradient is None else gradient
         _sum(pipe, facts, found)
-        sharded = [number for number, fact in enumerate(facts) if fact.dim is not None and fact.trained]
-        found |= _scattered(pipe, facts, parts, sharded, found)
+        moved = [number for number, fact in enumerate(facts) if fact.moves and fact.trained]
+        found |= _scattered(pipe, facts, parts, moved, found)
+        elsewhere = {n: torch.zeros_like(parts[n]) for n, fact in enumerate(facts) if fact.trained and n not in found}
+        found |= elsewhere  # of what other stages hold, no rows: a gradient on all ranks, or on none
         return None, None, *(found[n] if fact.trained else None for n, fact in enumerate(facts))
 
 
@@ -202,13 +212,13 @@ def _whole_shape(fact: Parameter, part: Tensor) -> Shape:
 
 
 def _gathered(
-    pipe: Pipe, facts: Sequence[Parameter], parts: Sequence[Tensor], sharded: Sequence[int]
+    pipe: Pipe, facts: Sequence[Parameter], parts: Sequence[Tensor], moved: Sequence[int]
 ) -> dict[int, Tensor]:
-    """Return the sharded parameters that this stage reads, whole."""
+    """Return those of the parameters that move between stages which this stage reads, whole."""
     stages = range(pipe.count)
 
     def shapes(source: int, to: int) -> dict[int, Shape]:
-        return {n: facts[n].shape(parts[n], source, pipe.count) for n in sharded if to in facts[n].readers}
+        return {n: facts[n].shape(parts[n], source, pipe.count) for n in moved if to in facts[n].readers}
 
     def piece(number: int, to: int) -> Tensor:
         return parts[number]
@@ -216,7 +226,7 @@ def _gathered(
     pieces = _exchanged(pipe, parts, shapes, piece)
     return {
         n: torch.cat([pieces[source][n] for source in stages], facts[n].dim or 0)
-        for n in sharded
+        for n in moved
         if pipe.stage in facts[n].readers
     }
 
@@ -225,20 +235,20 @@ def _scattered(
     pipe: Pipe,
     facts: Sequence[Parameter],
     parts: Sequence[Tensor],
-    sharded: Sequence[int],
+    moved: Sequence[int],
     gradients: dict[int, Tensor],
 ) -> dict[int, Tensor]:
     """Return this stage's rows of the sum of gradients, which the stages have that computed with the parameters."""
 
     def shapes(source: int, to: int) -> dict[int, Shape]:
-        return {n: facts[n].shape(parts[n], to, pipe.count) for n in sharded if source in facts[n].readers}
+        return {n: facts[n].shape(parts[n], to, pipe.count) for n in moved if source in facts[n].readers}
 
     def piece(number: int, to: int) -> Tensor:
         start, stop = facts[number].rows(to, pipe.count)
         return gradients[number].narrow(facts[number].dim or 0, start, stop - start)
 
     pieces = _exchanged(pipe, parts, shapes, piece)
-    return {n: total([pieces[source][n] for source in facts[n].readers]) for n in sharded}
+    return {n: total([pieces[source][n] for source in facts[n].readers]) for n in moved}
 
 
 def _exchanged(
@@ -253,27 +263,31 @@ def _exchanged(
         shapes: of what a stage sends to another, by the number of the parameter.
         piece: what this stage sends of a parameter to another.
     """
-    stages = range(pipe.count)
+    stages, own = range(pipe.count), pipe.stage
     found: list[dict[int, Tensor]] = [{} for _ in stages]
+    found[own] = {number: piece(number, own).clone() for number in shapes(own, own)}
     for dtype in dict.fromkeys(part.dtype for part in parts):
         sent = {
-            (s, to): {n: f for n, f in shapes(s, to).items() if parts[n].dtype == dtype}
+            (s, to): {n: f for n, f in shapes(s, to).items() if parts[n].dtype == dtype} if s != to else {}
             for s in stages
             for to in stages
         }
         longest = max(sum(torch.Size(f).numel() for f in each.values()) for each in sent.values())
-        if not longest:
-            continue
         flats = []
-        for to in stages:
-            pieces = [piece(n, to).reshape(-1) for n in sent[pipe.stage, to]]
+        for to in stages if longest else ():
+            pieces = [piece(n, to).reshape(-1) for n in sent[own, to]]
             flat = torch.zeros(longest, dtype=dtype, device=pipe.device)
             if pieces:
                 joined = torch.cat(pieces)
                 flat[: len(joined)] = joined
             flats.append(flat)
-        for source, flat in enumerate(pipe.comm.all_to_all(flats, (PIPELINE,))):
-            wanted = sent[source, pipe.stage]
+        came = (
+            pipe.comm.all_to_all(flats, (PIPELINE,))
+            if longest
+            else [parts[0].new_zeros(0, dtype=dtype) for _ in stages]
+        )
+        for source, flat in enumerate(came):
+            wanted = sent[source, own]
             length = [torch.Size(f).numel() for f in wanted.values()]
             taken = torch.split(flat[: sum(length)], length) if wanted else ()
             found[source] |= {n: t.view(f) for (n, f), t in zip(wanted.items(), taken, strict=True)}

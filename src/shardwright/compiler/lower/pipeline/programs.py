@@ -134,8 +134,9 @@ class OfStage:
         value, layout = self.plan.capture.values[name], self.plan.stored[name]
         dim = next((dim for dim, split in enumerate(layout.dims) if PIPELINE in split.axes), None)
         summed_in = value.reduced_in if value.reduced_in != value.dtype else None
-        size = 0 if dim is None else value.shape[dim]
-        return dim, size, tuple(readers), self.made.sums.get(name, ()), summed_in, value.needs_gradient
+        here = layout.without(PIPELINE).local_shape(value.shape, self.plan.devices, self.rank)  # whole over the stages
+        size, holder = (0, None) if dim is None else (here[dim], layout.dims[dim].holder)
+        return dim, size, tuple(readers), self.made.sums.get(name, ()), summed_in, value.needs_gradient, holder
 
     def facts(self, name: str) -> tuple[tuple[int, ...], torch.dtype, bool]:
         """The local shape, the dtype of a variable, and whether it has a gradient."""

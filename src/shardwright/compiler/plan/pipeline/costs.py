@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from shardwright.compiler.capture.ir import Node
+from shardwright.compiler.capture.ir import Node, Value
 from shardwright.compiler.mesh.mesh import MICROBATCHES, PIPELINE, Axis, Mesh
 from shardwright.compiler.mesh.redistribute import Collective, Step
 from shardwright.compiler.plan.decisions import Transfer
@@ -126,31 +127,67 @@ class StagedCosts:
 
     @cached_property
     def exchange_s(self) -> float:
-        """Seconds in which the stages exchange parameters before the forward, and gradients behind the backward."""
-        plan, devices, total = self.plan, self.plan.devices, 0.0
-        sums: dict[tuple[str, ...], int] = {}
-        moved = 0
+        """Seconds of what is done once in a step: several stages' parameters exchanged, and gradients summed.
+
+        Gradients of a parameter that one stage holds are summed over its ranks; the slowest stage is waited for.
+        """
+        plan = self.plan
+        moved = [plan.capture.values[name] for name in sorted(plan.moved_between_stages)]
+        of_all: Counter[tuple[str, ...]] = Counter()
+        of_stage: list[Counter[tuple[str, ...]]] = [Counter() for _ in range(self.cut.count)]
         for value in plan.capture.of_kind("parameter"):
-            stored = local_bytes(value, plan.stored[value.name], devices)
-            sharded = PIPELINE in plan.stored[value.name].split_axes
-            moved += stored * (1 + value.needs_gradient) if sharded else 0
-            axes = _summed_over(plan, value.name)
             if value.needs_gradient:
-                over = axes if sharded else (PIPELINE, *axes)
-                whole = local_bytes(value, plan.leaves[value.name], plan.mesh)
-                sums[over] = sums.get(over, 0) + (whole // self.cut.count if sharded else whole)
-        if moved:
-            total += self._seconds(Collective("all_to_all", (PIPELINE,), moved), devices)
-        return total + sum(
-            self._seconds(Collective("all_reduce", axes, size), devices) for axes, size in sums.items() if axes
+                axes, size = _summed_over(plan, value.name), local_bytes(value, plan.leaves[value.name], plan.mesh)
+                holder = self.cut.holders.get(value.name)
+                if value.name in plan.moved_between_stages or holder is not None:
+                    for stage in plan.read_by_stages[value.name]:
+                        of_stage[stage][axes] += size
+                else:
+                    of_all[PIPELINE, *axes] += size
+        own = [self._summing_s(sums) for sums in of_stage]
+        trained = [value for value in moved if value.needs_gradient]
+        return self._exchanging_s(moved) + self._exchanging_s(trained) + self._summing_s(of_all) + max(own)
+
+    def _exchanging_s(self, moved: Sequence[Value]) -> float:
+        """Return what an all-to-all of parameters takes, or of their gradients; the longest message counts."""
+        plan, groups = self.plan, range(self.cut.count)
+        ranks = plan.devices.size // self.cut.count
+        sizes = {
+            (value.name, at): local_bytes(value, plan.stored[value.name], plan.devices, at * ranks)
+            for value in moved
+            for at in groups
+        }
+        messages = [
+            sum(sizes[value.name, at] for value in moved if to in plan.read_by_stages[value.name])
+            for at in groups
+            for to in groups
+            if at != to
+        ]
+        size = len(groups) * max(messages, default=0)
+        return self._seconds(Collective("all_to_all", (PIPELINE,), size), plan.devices) if size else 0.0
+
+    def _summing_s(self, sums: Mapping[tuple[str, ...], int]) -> float:
+        return sum(
+            self._seconds(Collective("all_reduce", axes, size), self.plan.devices)
+            for axes, size in sums.items()
+            if axes
         )
 
     @cached_property
     def updating_s(self) -> float:
-        """Seconds of the optimizer."""
-        plan = self.plan
-        trained = [value for value in plan.capture.of_kind("parameter") if value.needs_gradient]
-        return sum(self._costs.objective.leaf(value, plan.stored[value.name], plan.devices) for value in trained)
+        """Seconds of the optimizer, where they are most."""
+        return max(map(self._updating_s, range(self.cut.count)))
+
+    def _updating_s(self, group: int) -> float:
+        plan, found = self.plan, 0.0
+        for value in plan.capture.of_kind("parameter"):
+            layout, holder = plan.stored[value.name], self.cut.holders.get(value.name)
+            if holder is not None:
+                layout = layout.without(PIPELINE)
+                value = value if holder == group else replace(value, shape=(0,) * len(value.shape))
+            if value.needs_gradient:
+                found += self._costs.objective.leaf(value, layout, plan.devices)
+        return found
 
 
 def crossing_bytes(plan: Plan, stage: int) -> Iterator[int]:

@@ -77,8 +77,29 @@ def staged_plan(graph: RuledGraph, request: PlanRequest, make: Callable[[RuledGr
                 "type schedule='gpipe' (--schedule gpipe)"
             )
         name = "gpipe"
-    plan = replace(plan, stages=Stages(count, microbatches, of, name, each), memory=request.memory)
+    stages = Stages(count, microbatches, of, name, each)
+    plan = replace(plan, stages=stages, memory=request.memory)
+    plan = replace(plan, stages=replace(stages, holders=_holders(plan, request)))
     return plan if request.memory is None else _within_memory(plan, request.memory)
+
+
+def _holders(plan: Plan, request: PlanRequest) -> dict[str, int | None]:
+    """Return which group of ranks holds each parameter, None for those that are sharded over the groups.
+
+    That is the one that computes with it, if there is one alone. Where a parameter is stored already it stays there.
+    """
+    found: dict[str, int | None] = {}
+    for value in plan.capture.of_kind("parameter"):
+        readers, stored = plan.read_by_stages[value.name], request.storage.get(value.name)
+        if plan.stages is None or plan.stages.count == 1 or (stored and PIPELINE not in stored.split_axes):
+            continue
+        if stored:
+            found[value.name] = stored.held[1] if stored.held else None
+        elif len(readers) == 1 and value.shape:
+            [found[value.name]] = readers
+        else:
+            found[value.name] = None
+    return found
 
 
 def _within_memory(plan: Plan, limit: int) -> Plan:

@@ -29,20 +29,33 @@ def staged_page(plan: Plan, hardware: Hardware) -> str:
     lines = [
         f"plan: mode {plan.mode}, search {plan.search}, mesh {mesh}, {plan.devices.size} devices; "
         f"{costs.cut.count} stages, {costs.cut.microbatches} microbatches",
-        f"run: {f'activation checkpointing of {again}' if again else 'no activation checkpointing'}; parameters and "
-        f"the states of {plan.optimizer.name} are sharded over the stages, {PIPELINE}",
+        f"run: {f'activation checkpointing of {again}' if again else 'no activation checkpointing'}; {_holding(plan)}",
         f"speed: a step of {done.rows:,} samples takes {in_time(costs.step_s)} on {hardware.name}: "
         f"{in_thousands(per_s)} {kind}/s, {in_thousands(per_s / plan.devices.size)} a device; model FLOPs utilisation "
         f"{done.utilisation:.1%}",
         f"  {in_time(costs.line_s)} of it the microbatches go through the stages, of which stage {slowest}, the "
-        f"slowest, waits {costs.idle:.1%}; {in_time(costs.exchange_s)} the stages exchange parameters and gradients, "
-        f"and {in_time(costs.updating_s)} they are updated",
+        f"slowest, waits {costs.idle:.1%}; {in_time(costs.exchange_s)} gradients are summed over ranks"
+        f"{' and parameters exchanged' if plan.moved_between_stages else ''}, and {in_time(costs.updating_s)} "
+        "parameters are updated",
         f"memory: {in_bytes(fullest.total)}{limit} where most is held: {kinds_in_words(plan, fullest)}",
         "more microbatches make that wait shorter, and each stage keeps what all of them save for the backward",
         "",
         _table(stages),
     ]
     return "\n".join(lines)
+
+
+def _holding(plan: Plan) -> str:
+    """Return in words which ranks hold parameters, and the states of the optimizer."""
+    states = f"and the states of {plan.optimizer.name}"
+    if not plan.moved_between_stages:
+        return f"each stage holds its own parameters {states}"
+    labels = [plan.capture.values[name].label for name in plan.capture.values if name in plan.moved_between_stages]
+    some = ", ".join(labels[:_SHOWN]) + (f" and {len(labels) - _SHOWN} more" if len(labels) > _SHOWN else "")
+    return (
+        f"each stage holds its own parameters {states}; {some}, which several stages read, "
+        f"{'is' if len(labels) == 1 else 'are'} sharded over {PIPELINE} and exchanged in each step"
+    )
 
 
 def _table(stages: Sequence[StageCost]) -> str:
