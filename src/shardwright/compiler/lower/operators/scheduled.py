@@ -32,6 +32,7 @@ from torch.autograd.function import once_differentiable
 
 from shardwright.compiler.lower.operators.stages import Pipe, Shape
 from shardwright.compiler.plan.pipeline.schedule import UNDER_WAY
+from shardwright.errors import UsageError
 
 
 def leaves(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -144,4 +145,10 @@ class _HandOut(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *(None if x is None else x * gradient.to(x.dtype) for x in ctx.gradients)
+        found, ctx.gradients = ctx.gradients, None
+        if found is None:
+            raise UsageError(
+                "the gradients of this step were handed out before, and a schedule in turns has them once; type "
+                "schedule='gpipe' for a second backward of one loss"
+            )
+        return None, None, *(None if x is None else x.mul_(gradient) for x in found)
