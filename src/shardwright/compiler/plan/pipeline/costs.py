@@ -12,7 +12,7 @@ from shardwright.compiler.mesh.mesh import MICROBATCHES, PIPELINE, Axis, Mesh
 from shardwright.compiler.mesh.redistribute import Collective, Step
 from shardwright.compiler.plan.decisions import Transfer
 from shardwright.compiler.plan.device_memory import DeviceMemory, MemoryModel
-from shardwright.compiler.plan.pipeline.schedule import Run, StageSeconds, schedule, simulate
+from shardwright.compiler.plan.pipeline.schedule import Run, StageSeconds, Table, schedule, simulate
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.hardware import Hardware
 from shardwright.compiler.plan.pricing.memory import local_bytes
@@ -69,9 +69,17 @@ class StagedCosts:
 
         Cached, as all of this class: the plan and the hardware are frozen.
         """
-        cut = self.cut
-        table = schedule(cut.schedule, cut.count, cut.microbatches, cut.total)
-        return simulate(table, [StageSeconds(each.forward_s, each.backward_s, each.message_s) for each in self.stages])
+        return simulate(self.table, self.seconds)
+
+    @cached_property
+    def table(self) -> Table:
+        """What each group of ranks does, in order."""
+        return schedule(self.cut.schedule, self.cut.count, self.cut.microbatches, self.cut.total)
+
+    @cached_property
+    def seconds(self) -> list[StageSeconds]:
+        """What each stage takes for a microbatch."""
+        return [StageSeconds(each.forward_s, each.backward_s, each.message_s) for each in self.stages]
 
     @cached_property
     def stages(self) -> tuple[StageCost, ...]:

@@ -230,6 +230,33 @@ def _may_send(action: Action, done: Sequence[Action], ends: dict[Action, float],
     return all(reader in ends for reader in sent[:-UNDER_WAY])
 
 
+def drawn(table: Table, stages: Sequence[StageSeconds], width: int = 96) -> list[str]:
+    r"""Return a row of text for each group: time goes from left to right, in ``width`` equal parts.
+
+    A digit is the forward of the microbatch with that last digit, a letter the backward of the microbatch with that
+    place in the alphabet, a dot that the group waits.
+
+    >>> print(*drawn(schedule("1f1b", 2, 3), [StageSeconds(1.0, 1.0)] * 2, width=8), sep="\n")
+    01·a2b·c
+    ·0a1b2c·
+
+    Args:
+        stages: what each takes.
+    """
+    run = simulate(table, stages)
+    rows = []
+    for row in table:
+        cells = ["·"] * width
+        for action in row:
+            end = run.ends[action] / run.seconds * width
+            start = end - _takes(action, stages) / run.seconds * width
+            first = "0" if action.kind == "forward" else "a"
+            sign = chr(ord(first) + action.microbatch % (10 if action.kind == "forward" else 26))
+            cells[round(start) : round(end)] = sign * (round(end) - round(start))
+        rows.append("".join(cells))
+    return rows
+
+
 def most_held(row: Sequence[Action]) -> Counter[int]:
     """Return the microbatches of each stage that a group holds when it holds most, from their forward to the backward.
 

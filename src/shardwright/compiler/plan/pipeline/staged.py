@@ -8,7 +8,8 @@ is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -18,6 +19,7 @@ from shardwright.compiler.mesh.layout import Layout, Split
 from shardwright.compiler.mesh.mesh import MICROBATCHES, PIPELINE, Axis, Mesh, Stages
 from shardwright.compiler.mesh.redistribute import Collective
 from shardwright.compiler.plan.decisions import Transfer
+from shardwright.compiler.plan.device_memory import DeviceMemory
 from shardwright.compiler.plan.pipeline.cut import cut
 from shardwright.compiler.plan.pipeline.linear import why_not_in_turns
 from shardwright.compiler.plan.pipeline.schedule import read_schedule, schedule_problem
@@ -106,25 +108,38 @@ def _within_memory(plan: Plan, limit: int) -> Plan:
     """Return the plan with as many layers of each stage recomputed as it takes to fit.
 
     Raises:
-        OverBudget: where a stage never does.
+        OverBudget: where the ranks of some stage never do.
     """
-    stages, recomputed = plan.stages, set(plan.recomputed)
+    stages = plan.stages
     assert stages is not None
-    for stage in range(stages.count):
-        layers = [block.name for block in plan.graph.once(Blocks).repeated() if stage in _groups_of(block, stages)]
-        held = plan.memory_model.of_stage(plan, plan.optimizer, stage)
-        while held.total > limit and layers:
-            recomputed.add(layers.pop(0))
-            plan = plan.computing_again(recomputed)
-            held = plan.memory_model.of_stage(plan, plan.optimizer, stage)
-        if held.total > limit:
-            raise OverBudget(
-                f"stage {stage} of {stages.count} holds {held_by_kind(plan, held)}, "
-                f"{in_bytes(held.total - limit)} more than {in_bytes(limit)}, with all of its layers recomputed; type "
-                "a larger memory= (--memory), more stages or other axes in mesh= (--mesh), or a smaller batch",
-                held.total,
-            )
+    layers = {block.name: _groups_of(block, stages) for block in plan.graph.once(Blocks).repeated()}
+    while over := [group for group in range(stages.count) if _held(plan, group).total > limit]:
+        for group in over:  # more than once where a layer has a border within it, and neighbours hold of it
+            plan = _fitting(plan, group, [name for name, of in layers.items() if group in of], limit)
     return plan
+
+
+def _fitting(plan: Plan, group: int, layers: Sequence[str], limit: int) -> Plan:
+    """Return the plan with the fewest of these layers recomputed, the first of them, with which a group fits."""
+    left = [name for name in layers if name not in plan.recomputed]
+
+    def recomputing(count: int) -> Plan:
+        return plan.computing_again({*plan.recomputed, *left[:count]})
+
+    held = _held(recomputing(len(left)), group)
+    if held.total > limit:
+        raise OverBudget(
+            f"stage {group} of {plan.devices.sizes[PIPELINE]} holds {held_by_kind(plan, held)}, "
+            f"{in_bytes(held.total - limit)} more than {in_bytes(limit)}, with all of its layers recomputed; type "
+            "a larger memory= (--memory), more stages or other axes in mesh= (--mesh), or a smaller batch",
+            held.total,
+        )
+    fewest = bisect_left(range(len(left) + 1), True, key=lambda count: _held(recomputing(count), group).total <= limit)
+    return recomputing(fewest)
+
+
+def _held(plan: Plan, group: int) -> DeviceMemory:
+    return plan.memory_model.of_stage(plan, plan.optimizer, group)
 
 
 def _groups_of(block: Block, stages: Stages) -> set[int]:

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from shardwright.common.words import in_bytes, in_thousands, in_time
 from shardwright.compiler.mesh.mesh import PIPELINE
 from shardwright.compiler.plan.pipeline.costs import StageCost, StagedCosts
+from shardwright.compiler.plan.pipeline.schedule import drawn
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.hardware import Hardware
 from shardwright.compiler.plan.text import joined, kinds_in_words, layers_computed_again, table, template
 from shardwright.compiler.plan.timing.throughput import Throughput
 
 _SHOWN = 4  # kinds of modules of a stage
+_DRAWN = 16  # microbatches, and groups of ranks
 
 
 def staged_page(plan: Plan, hardware: Hardware) -> str:
@@ -28,7 +30,7 @@ def staged_page(plan: Plan, hardware: Hardware) -> str:
     mesh = " ".join(f"{axis.name}={axis.size}" for axis in plan.devices.axes)
     lines = [
         f"plan: mode {plan.mode}, search {plan.search}, mesh {mesh}, {plan.devices.size} devices; "
-        f"{costs.cut.count} stages, {costs.cut.microbatches} microbatches",
+        f"{costs.cut.total} stages, {costs.cut.microbatches} microbatches, schedule {costs.cut.schedule}",
         f"run: {f'activation checkpointing of {again}' if again else 'no activation checkpointing'}; {_holding(plan)}",
         f"speed: a step of {done.rows:,} samples takes {in_time(costs.step_s)} on {hardware.name}: "
         f"{in_thousands(per_s)} {kind}/s, {in_thousands(per_s / plan.devices.size)} a device; model FLOPs utilisation "
@@ -38,11 +40,28 @@ def staged_page(plan: Plan, hardware: Hardware) -> str:
         f"{' and parameters exchanged' if plan.moved_between_stages else ''}, and {in_time(costs.updating_s)} "
         "parameters are updated",
         f"memory: {in_bytes(fullest.total)}{limit} where most is held: {kinds_in_words(plan, fullest)}",
-        "more microbatches make that wait shorter, and each stage keeps what all of them save for the backward",
+        f"  which a group of ranks holds of {_held(costs)} microbatches at once",
+        "",
+        *_schedule(costs),
         "",
         _table(stages),
     ]
     return "\n".join(lines)
+
+
+def _held(costs: StagedCosts) -> str:
+    """Return of how many microbatches groups hold what the backward needs, whole ones where stages are interleaved."""
+    held = [f"{count / costs.cut.each:.3g}" for count in costs.run.held]
+    return held[0] if len(set(held)) == 1 else f"{held[0]} (the first) to {held[-1]} (the last)"
+
+
+def _schedule(costs: StagedCosts) -> list[str]:
+    """Return the time line of the groups, where it has room for all microbatches."""
+    if costs.cut.microbatches > _DRAWN or costs.cut.count > _DRAWN:
+        return []
+    rows = drawn(costs.table, costs.seconds)
+    title = "time line of a step (0, 1, ...: forward of a microbatch; a, b, ...: its backward; ·: waiting):"
+    return [title, "", *(f"{f'pp={group}':>6} {row}" for group, row in enumerate(rows))]
 
 
 def _holding(plan: Plan) -> str:
