@@ -92,6 +92,7 @@ OTHER_REQUESTS = {
     "recompute": [("*",)],
     "microbatches": [2],
     "schedule": ["gpipe"],
+    "search_stages": [True],
 }
 
 

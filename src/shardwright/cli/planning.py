@@ -35,7 +35,10 @@ class _PlanCommand(click.Command):
 @click.option(
     "--hosts", type=int, metavar="N", help="On how many they stand; without it all on one, or as a profile says."
 )
-@click.option("--mesh", metavar="dp=2,tp=4", help="The devices as named axes; pp=2 in front: two pipeline stages.")
+@click.option(
+    "--mesh", metavar="dp=2,tp=4",
+    help="The devices as named axes; pp=2 in front: two pipeline stages; pp=auto: as many as are quickest.",
+)  # fmt: skip
 @click.option(
     "--microbatches", type=int, metavar="N", help="How many go through the stages; without it a few for each stage."
 )

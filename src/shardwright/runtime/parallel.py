@@ -19,7 +19,7 @@ from shardwright.compiler.capture.step import outputs_alone
 from shardwright.compiler.capture.tracing.outside.closures import called_function, code_digest
 from shardwright.compiler.capture.tracing.refusals import ChangesParameterError
 from shardwright.compiler.capture.tracing.trace import LossFunction
-from shardwright.compiler.mesh.mesh import Mesh
+from shardwright.compiler.mesh.mesh import SEARCHED_STAGES, Mesh
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.hardware import Hardware, read_hardware
 from shardwright.compiler.plan.pricing.memory import ADAMW, OptimizerStates, states_of
@@ -98,7 +98,7 @@ def parallelize(
             "recursive_programming" are MindSpore's names of these three.
         mesh: named axes, ``"dp=2,tp=4"``; by default one axis over all ranks, divided as the search needs it.
             An axis ``pp`` in front is that of pipeline stages, as in ``"pp=2,dp=4"``: each group of ranks computes a
-            stretch of the operators.
+            stretch of the operators. ``"pp=auto"``: as many stages as make a step quickest, or none.
         microbatches: into how many parts each rank's batch is cut, of which one goes through the stages behind the
             other; by default four for each stage, if there are as many rows.
         schedule: in which order they do: "1f1b", the usual one, in which a group of ranks holds as many as there are
@@ -219,6 +219,7 @@ def parallelize(
         recompute=patterns,
         microbatches=microbatches,
         schedule=schedule,
+        search_stages=mesh == SEARCHED_STAGES,
     )
     loss_fn = within(precision, world.device, loss_fn)
     predict_fn = predict_fn and within(precision, world.device, predict_fn)

@@ -25,6 +25,7 @@ OTHERS = {
     "recompute": (("blocks.*",), ("blocks.0", "blocks.1")),
     "microbatches": (2, 4),
     "schedule": ("gpipe", "1f1b"),
+    "search_stages": (True,),
     "optimizer": (OptimizerStates("sgd", 0, 0), OptimizerStates("adamw", 3, 4)),
 }
 

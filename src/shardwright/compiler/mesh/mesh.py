@@ -18,6 +18,8 @@ UNNAMED = "ranks"
 """The one axis of devices to whose mesh the user gave no names."""
 PIPELINE = "pp"
 """The axis of pipeline stages, the major one of the devices."""
+SEARCHED_STAGES = f"{PIPELINE}=auto"
+"""The mesh of devices without names on which plans with pipeline stages are looked for, too, as users write it."""
 MICROBATCHES = "micro"
 """The axis of microbatches, the major one of a plan's mesh: each rank works through it one after the other."""
 

@@ -7,6 +7,7 @@ is imported. Else `meshes.searched_plan` searches, by the row that `searches.py`
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,6 +25,7 @@ from shardwright.compiler.plan.request import PlanRequest
 from shardwright.compiler.plan.search.choices import Choice, OverBudget, Space, data_parallel
 from shardwright.compiler.plan.searches import MODES
 from shardwright.compiler.plan.spaces import blocks_for, fixed_leaves, output_layouts
+from shardwright.compiler.plan.timing.prices import Prices
 from shardwright.errors import UsageError
 
 
@@ -36,7 +38,8 @@ def make_plan(capture: Capture, request: PlanRequest) -> Plan:
         PlanError: where no plan exists.
     """
     with _garbage_collection_paused(), stage(search=request.searched):
-        plan = (_staged if PIPELINE in request.mesh.names else _made)(RuledGraph.of(capture), request)
+        graph = RuledGraph.of(capture)
+        plan = _staged(graph, request) if PIPELINE in request.mesh.names else _with_stages_or_without(graph, request)
         return plan if request.axes is not None else with_axis_names(plan)  # an earlier plan has named them
 
 
@@ -59,6 +62,43 @@ def _staged(graph: RuledGraph, request: PlanRequest) -> Plan:
     from shardwright.compiler.plan.pipeline.staged import staged_plan  # loaded where a mesh has stages
 
     return staged_plan(graph, request, _made)
+
+
+def _with_stages_or_without(graph: RuledGraph, request: PlanRequest) -> Plan:
+    """Return a plan without pipeline stages, or one with them, where it is quicker or nothing else fits.
+
+    Whether one is quicker is looked for where the request says so.
+
+    Raises:
+        PlanError: where no plan fits.
+    """
+    wanted = request.search_stages
+    without = replace(request, search_stages=False, microbatches=None, schedule=None) if wanted else request
+    error: OverBudget | None = None
+    try:
+        plan = _made(graph, without)
+        if not wanted:
+            return plan
+        below_s = Prices(plan, request.hardware).step_s
+    except OverBudget as over:
+        if not (wanted or _may_have_stages(graph, request)):
+            raise
+        error, below_s = over, math.inf
+    from shardwright.compiler.plan.pipeline.search import best_in_stages  # loaded where stages are looked for
+
+    found = best_in_stages(graph, request, _made, below_s)
+    if found is None and error is not None:
+        raise error
+    return found or plan
+
+
+def _may_have_stages(graph: RuledGraph, request: PlanRequest) -> bool:
+    """Return whether devices may be divided into stages where nobody has said how they are."""
+    free = request.mesh.is_unnamed and request.inputs == "split" and not request.storage and request.axes is None
+    fits = request.memory is not None and sum(fixed_bytes(graph.capture, request.optimizer)) <= (
+        request.mesh.size * request.memory
+    )
+    return free and fits and request.searched == "exact" and bool(graph.capture.loss)
 
 
 @contextmanager

@@ -36,6 +36,7 @@ class PlanRequest:
         recompute: patterns of the paths of modules whose inside the backward is to compute again, kept by no plan.
         microbatches: into how many parts the batch is cut, where the mesh has stages; None: a few for each stage.
         schedule: the order in which microbatches go through stages; None: 1F1B where the loss allows it.
+        search_stages: whether plans with pipeline stages are looked for, too, on devices without names.
 
     Raises:
         UsageError: for an unknown mode, search or form of inputs.
@@ -53,6 +54,7 @@ class PlanRequest:
     recompute: tuple[str, ...] = ()
     microbatches: int | None = None
     schedule: str | None = None
+    search_stages: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mode", mode_called(self.mode))

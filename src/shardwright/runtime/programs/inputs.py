@@ -23,7 +23,7 @@ from shardwright.compiler.capture.tracing.sizes.open_sizes import in_batch
 from shardwright.compiler.capture.tracing.trace import capture_device
 from shardwright.compiler.mesh.collectives import Communicator, all_gather
 from shardwright.compiler.mesh.layout import WHOLE, Layout
-from shardwright.compiler.mesh.mesh import Mesh
+from shardwright.compiler.mesh.mesh import SEARCHED_STAGES, Mesh
 from shardwright.compiler.mesh.processes import BLOCKING_SUM
 from shardwright.data.loading.batch import Batch
 from shardwright.data.order import chunk_range
@@ -378,10 +378,13 @@ def _everything(tensor: Tensor, ranges: Sequence[Range], comm: Communicator) -> 
 def mesh_for(mesh: Mesh | str | None, size: int) -> Mesh:
     """The mesh that the user gave, checked against the number of ranks; by default one axis over all of them.
 
+    With "pp=auto" it is that, too: whoever plans looks for stages on it.
+
     Raises:
         UsageError: where the mesh has another number of devices.
     """
-    chosen = Mesh.parse(mesh) if isinstance(mesh, str) else mesh or Mesh.of(ranks=size)
+    given = None if mesh == SEARCHED_STAGES else mesh
+    chosen = Mesh.parse(given) if isinstance(given, str) else given or Mesh.of(ranks=size)
     if chosen.size != size:
         raise UsageError(f"the mesh {chosen} has {chosen.size} devices, the world has {size} ranks")
     return chosen

@@ -16,6 +16,7 @@ from shardwright.compiler.capture.capture import StepKind
 from shardwright.compiler.capture.ir import Capture, Filled
 from shardwright.compiler.capture.tracing.trace import LossFunction
 from shardwright.compiler.mesh.layout import Layout
+from shardwright.compiler.mesh.mesh import PIPELINE
 from shardwright.compiler.plan.make import make_plan
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.graph import RuledGraph
@@ -92,7 +93,9 @@ class Planner:
         if not stored.layouts:
             return self.request
         layouts = {v.name: stored.layouts[v.label] for v in capture.of_kind("parameter") if v.label in stored.layouts}
-        return replace(self.request, storage=layouts, axes=stored.mesh)
+        staged = stored.mesh is not None and PIPELINE in stored.mesh.names
+        mesh = stored.mesh if staged and stored.mesh else self.request.mesh
+        return replace(self.request, mesh=mesh, storage=layouts, axes=stored.mesh, search_stages=False)
 
     def later_plan(
         self,
@@ -145,6 +148,8 @@ class Planner:
             search=None if first.search == "none" else first.search,  # type: ignore[arg-type]  # nor is its search another
             storage={v.name: storage[v.label] for v in capture.of_kind("parameter") if v.label in storage},
             axes=first.mesh,
+            microbatches=None if first.stages is None else first.stages.microbatches,
+            search_stages=False,
             memory=first.memory or self.request.memory,
         )
 

@@ -53,6 +53,7 @@ class PlanningOptions:
     precision: Precision | None = None
     microbatches: int | None = None
     schedule: str | None = None
+    search_stages: bool = False
 
     def on_hosts(self, hosts: int | None, devices: int) -> Hardware:
         """Return the prices of so many devices on so many hosts, or on as many as the profile says.
@@ -89,6 +90,7 @@ class PlanningOptions:
             recompute=self.recompute,
             microbatches=self.microbatches,
             schedule=self.schedule,
+            search_stages=self.search_stages,
         )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardwright.common.stages import StageRow, recorded
-from shardwright.compiler.mesh.mesh import PIPELINE, UNNAMED, Mesh
+from shardwright.compiler.mesh.mesh import PIPELINE, SEARCHED_STAGES, UNNAMED, Mesh
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.hardware import read_hardware
 from shardwright.compiler.plan.pricing.memory import states_of
@@ -181,6 +181,7 @@ def plan_file(
         precision,
         microbatches,
         schedule,
+        mesh == SEARCHED_STAGES,
     )
     planner = FilePlanner(BuildFunction.parse(target), options, progress)
     with recorded() if profile else nullcontext() as record:
@@ -275,7 +276,10 @@ def _loaded(planner: FilePlanner, path: str, wanted: _Wanted) -> PlannedFile:
 def _mesh(devices: int | Literal["min"] | None, mesh: str | None) -> Mesh:
     if devices is None and mesh is None:
         raise UsageError("for how many devices? type --devices 8 or --mesh dp=2,tp=4")
-    chosen = Mesh.parse(mesh) if mesh is not None else Mesh.of(**{UNNAMED: int(devices or 1)})
+    if devices is None and mesh == SEARCHED_STAGES:
+        raise UsageError(f"--mesh {mesh} divides devices: type how many there are, as --devices 8")
+    named = mesh is not None and mesh != SEARCHED_STAGES
+    chosen = Mesh.parse(mesh or "") if named else Mesh.of(**{UNNAMED: int(devices or 1)})
     if devices not in (None, chosen.size):
         raise UsageError(f"--mesh {mesh} has {chosen.size} devices, --devices says {devices}; leave one of them out")
     return chosen

@@ -49,40 +49,98 @@ def staged_plan(graph: RuledGraph, request: PlanRequest, make: Callable[[RuledGr
         UsageError: where the request has what goes with no stages.
         PlanError: where the graph does, or has fewer operators than stages.
     """
-    _refuse_request(request)
-    count, rest = request.mesh.sizes[PIPELINE], _without(request.mesh, PIPELINE)
-    axes, storage = request.axes, {name: each.without(PIPELINE) for name, each in request.storage.items()}
-    within = replace(
-        request,
-        mesh=rest if rest.axes else Mesh.of(ranks=1),
-        axes=axes and _without(axes, PIPELINE, MICROBATCHES),
-        storage=storage,
-        microbatches=None,
-        schedule=None,
-        memory=None,
-    )
-    inside = make(graph, within)
-    microbatches = request.microbatches or _usual(graph.capture.rows, inside.mesh.size, count)
-    plan = _in_time(inside, request, Stages(count, microbatches, {}))
-    flow = _Flow(plan)
-    flow.refuse()
-    name, each = read_schedule(request.schedule) if request.schedule is not None else (_USUAL_SCHEDULE, 1)
-    if problem := schedule_problem(name, count, microbatches):
-        raise UsageError(problem)
-    of = flow.stages(count * each)
-    if microbatches == 1:
-        name = "gpipe"  # there are no turns to take
-    if name != "gpipe" and (problem := why_not_in_turns(plan, of)):
-        if request.schedule is not None:
-            raise PlanError(
-                f"schedule={request.schedule!r} begins the backward before the last forward, and {problem}; "
-                "type schedule='gpipe' (--schedule gpipe)"
+    plans = StagedPlans(graph, request, make)
+    return plans.plan(request.microbatches or plans.usual_microbatches)
+
+
+class StagedPlans:
+    """The plans of a request whose mesh has stages, for any number of microbatches.
+
+    Raises:
+        UsageError: where the request has what goes with no stages.
+    """
+
+    def __init__(
+        self, graph: RuledGraph, request: PlanRequest, make: Callable[[RuledGraph, PlanRequest], Plan]
+    ) -> None:
+        _refuse_request(request)
+        self._graph, self._request, self._make = graph, request, make
+        self._count = request.mesh.sizes[PIPELINE]
+        # Cached by the memory that all stages together may hold on a rank; the request stays.
+        self._insides: dict[int | None, Plan] = {}
+
+    @property
+    def usual_microbatches(self) -> int:
+        """How many there are if nobody says: at most so many that each rank has a row of each."""
+        rank_rows = self._graph.capture.rows // (self._request.mesh.size // self._count)
+        return max(1, min(_PER_STAGE * self._count, rank_rows))
+
+    @property
+    def even_microbatches(self) -> list[int]:
+        """Numbers of microbatches that divide the rows of a rank: as many as there are stages, twice as many, ..."""
+        rows = self._rows_of_rank()
+        several = (self._count << doubled for doubled in range(rows.bit_length()))
+        return [number for number in several if number <= rows and rows % number == 0]
+
+    def _rows_of_rank(self) -> int:
+        inside, capture = self._inside(None), self._graph.capture
+        split = next((inside.leaves[v.name].dims[0] for v in capture.of_kind("input") if v.shape), Split())
+        return capture.rows // inside.mesh.extent(split.axes)
+
+    def plan(self, microbatches: int) -> Plan:
+        """Return the plan for so many microbatches.
+
+        The ranks of a stage are first planned as if their memory had no limit, and layers recomputed until each stage
+        fits; where that is not enough, as if they held all stages, in as many times their memory.
+
+        Raises:
+            PlanError: where there is none; `OverBudget` where none fits.
+        """
+        limit = self._request.memory
+        try:
+            return self._in_stages(self._inside(None), microbatches)
+        except OverBudget:
+            assert limit is not None
+        return self._in_stages(self._inside(self._count * limit), microbatches)
+
+    def _inside(self, memory: int | None) -> Plan:
+        """Return the plan of the ranks of one stage, for all operators."""
+        if memory not in self._insides:
+            request, rest = self._request, _without(self._request.mesh, PIPELINE)
+            within = replace(
+                request,
+                mesh=rest if rest.axes else Mesh.of(ranks=1),
+                axes=request.axes and _without(request.axes, PIPELINE, MICROBATCHES),
+                storage={name: each.without(PIPELINE) for name, each in request.storage.items()},
+                microbatches=None,
+                schedule=None,
+                memory=memory,
             )
-        name = "gpipe"
-    stages = Stages(count, microbatches, of, name, each)
-    plan = replace(plan, stages=stages, memory=request.memory)
-    plan = replace(plan, stages=replace(stages, holders=_holders(plan, request)))
-    return plan if request.memory is None else _within_memory(plan, request.memory)
+            self._insides[memory] = self._make(self._graph, within)
+        return self._insides[memory]
+
+    def _in_stages(self, inside: Plan, microbatches: int) -> Plan:
+        request, count = self._request, self._count
+        plan = _in_time(inside, request, Stages(count, microbatches, {}))
+        flow = _Flow(plan)
+        flow.refuse()
+        name, each = read_schedule(request.schedule) if request.schedule is not None else (_USUAL_SCHEDULE, 1)
+        if problem := schedule_problem(name, count, microbatches):
+            raise UsageError(problem)
+        of = flow.stages(count * each)
+        if microbatches == 1:
+            name = "gpipe"  # there are no turns to take
+        if name != "gpipe" and (problem := why_not_in_turns(plan, of)):
+            if request.schedule is not None:
+                raise PlanError(
+                    f"schedule={request.schedule!r} begins the backward before the last forward, and {problem}; "
+                    "type schedule='gpipe' (--schedule gpipe)"
+                )
+            name = "gpipe"
+        stages = Stages(count, microbatches, of, name, each)
+        plan = replace(plan, stages=stages, memory=request.memory)
+        plan = replace(plan, stages=replace(stages, holders=_holders(plan, request)))
+        return plan if request.memory is None else _within_memory(plan, request.memory)
 
 
 def _holders(plan: Plan, request: PlanRequest) -> dict[str, int | None]:
@@ -144,11 +202,6 @@ def _held(plan: Plan, group: int) -> DeviceMemory:
 
 def _groups_of(block: Block, stages: Stages) -> set[int]:
     return {stages.group(stages.of[node.name]) for node in block.nodes if node.name in stages.of}
-
-
-def _usual(rows: int, ranks: int, stages: int) -> int:
-    """Return how many microbatches there are if nobody says: at most so many that each rank has a row of each."""
-    return max(1, min(_PER_STAGE * stages, rows // ranks))
 
 
 def _ranks(plan: Plan) -> tuple[Axis, ...]:

@@ -41,6 +41,7 @@ def staged_page(plan: Plan, hardware: Hardware) -> str:
         "parameters are updated",
         f"memory: {in_bytes(fullest.total)}{limit} where most is held: {kinds_in_words(plan, fullest)}",
         f"  which a group of ranks holds of {_held(costs)} microbatches at once",
+        *(["why so many stages: " + "; ".join(plan.considered)] if plan.considered else []),
         "",
         *_schedule(costs),
         "",
