@@ -124,21 +124,26 @@ def optimized():
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     world = sw.init()
-    return [optimized_by(kind, options, world) for kind, options in OPTIMIZERS]
-
-
-def optimized_by(kind, options, world):
     sw.set_seed(1)
     make, loss_fn, batch_of = NETWORKS["perceptron"]
     split = {"mesh": "tp=2", "pins": {"layers.0": ((1, 1), (2, 1), None)}} if world.size > 1 else {}
     parallel = sw.parallelize(make(), loss_fn, batch_of(8), "semi-auto", batch="global", **split)
+    before = {name: tensor.clone() for name, tensor in parallel.full_state_dict().items()}
+    found = []
+    for kind, options in OPTIMIZERS:
+        parallel.load_state_dict(before)
+        found.append(optimized_by(kind, options, parallel, batch_of, is_split=world.size > 1))
+    return found
+
+
+def optimized_by(kind, options, parallel, batch_of, is_split):
     parameters = [p for p in parallel.parameters() if kind != "Muon" or p.ndim == 2]
     optimizer = getattr(torch.optim, kind)(parameters, lr=0.01, **options)
     for seed in range(3):
         batch = batch_of(8, seed)
 
         def closure(batch=batch):
-            optimizer.zero_grad()
+            parallel.zero_grad()
             loss, _ = parallel(batch)
             loss.backward()
             return loss
@@ -149,7 +154,7 @@ def optimized_by(kind, options, world):
             closure()
             optimizer.step()
     kept = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
-    assert all(isinstance(value, DTensor) == (world.size > 1) for value in kept)
+    assert all(isinstance(value, DTensor) == is_split for value in kept)
     assert set(optimizer.state) <= set(parameters)
     return {n: t.clone() for n, t in parallel.full_state_dict().items()}
 

@@ -21,11 +21,13 @@ from typing import Any
 from shardwright.errors import UsageError
 from shardwright.launch.hosts.port import lease_port
 
-# With what a capture and a group import on their first use, a second for each rank 0.
+# With what test files import, and searches, trainers and groups on their first use; `warm` captures once.
 PRELOAD = [
     "torch", "torch.distributed", "numpy", "torch.distributed.tensor", "torch.export", "torch._dynamo",
     "torch._export.passes", "torch._functorch.aot_autograd", "torch.export._trace", "shardwright.runtime.parallel",
     "shardwright.checkpoint", "shardwright.distributed.backends.shm_meeting", "pytest", "hypothesis",
+    "shardwright.compiler.plan.meshes", "shardwright.runtime.verification.verify", "shardwright.training.trainer",
+    "omegaconf", "scipy.optimize", "warm",
 ]  # fmt: skip
 
 _context = multiprocessing.get_context("forkserver")
@@ -57,6 +59,8 @@ def given_port() -> int:
 
 # Before any test has changed it for itself: ranks of all later tests have the environment of the first that starts any.
 _ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+_PATH = _ENVIRONMENT.get("PYTHONPATH")  # of the ranks; the fork server finds `warm`, too
+_ENVIRONMENT["PYTHONPATH"] = os.pathsep.join(filter(None, [os.path.join(os.path.dirname(__file__), "files"), _PATH]))
 
 
 @contextlib.contextmanager
@@ -79,6 +83,10 @@ def _set_environment(variables: dict[str, str]) -> None:
 def _child(env: dict[str, str], fn: Callable[..., Any], args: tuple[Any, ...], pipe: Any, stay: bool) -> None:
     gc.freeze()  # a full collection behind torch's imports takes a third of a second, and copies pages that all share
     os.environ.update(env)
+    if _PATH is None:
+        os.environ.pop("PYTHONPATH", None)
+    else:
+        os.environ["PYTHONPATH"] = _PATH
     try:
         if env.get("SHARDWRIGHT_TEST_DEVICE"):  # which has been looked at before
             from device import on_device

@@ -130,16 +130,23 @@ def trained_in(dtype, accumulated):
     return {f"gradient of {name}": parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("accumulated", [False, True])
-def test_ranks_sum_in_the_dtype_that_they_are_told(accumulated):
+@pytest.mark.parametrize(
+    ("dtype", "accumulated"),
+    [
+        (None, False),
+        (torch.bfloat16, True),
+        pytest.param(None, True, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, False, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_sum_in_the_dtype_that_they_are_told(dtype, accumulated):
     model, batch = network()
     exact, ddp = plain(model, loss_fn, batch), as_ddp(model, batch, 2)
-    for dtype in (None, torch.bfloat16):
-        for found in run_ranks(2, trained_in, dtype, accumulated):
-            found = {name: gradient / (1 + accumulated) for name, gradient in found.items()}
-            differ = [not torch.allclose(found[name], ddp[name], rtol=1e-4, atol=1e-7) for name in found]
-            assert any(differ) == (dtype is not None)
-            assert bool((errors(found, exact) < 2 * errors(ddp, exact)).all())
+    for found in run_ranks(2, trained_in, dtype, accumulated):
+        found = {name: gradient / (1 + accumulated) for name, gradient in found.items()}
+        differ = [not torch.allclose(found[name], ddp[name], rtol=1e-4, atol=1e-7) for name in found]
+        assert any(differ) == (dtype is not None)
+        assert bool((errors(found, exact) < 2 * errors(ddp, exact)).all())
 
 
 def refused():

@@ -21,7 +21,9 @@ KILLED = """
 """
 
 
-@pytest.mark.parametrize("option", [[], ["--no-preload"]], ids=["forked", "executed"])
+@pytest.mark.parametrize(
+    "option", [[], pytest.param(["--no-preload"], marks=pytest.mark.slow)], ids=["forked", "executed"]
+)
 def test_temporary_folders_of_killed_ranks_are_removed(launching, option):
     text = KILLED if not option else f"    import shardwright as sw\n    sw.init(timeout=60)\n{KILLED}"
     script = launching.write("train.py", text.replace("\n    import shardwright", "import shardwright"))

@@ -179,12 +179,9 @@ def test_parallel_operators_and_a_collective_work_after_the_fork(launching):
     dist.destroy_process_group()
     """,
     )
-    first = launching.start("-n", "2", "--tee", "all", script)
-    second = launching.start("-n", "2", "--tee", "all", script)
-    for launcher in (first, second):
-        ended = launching.finish(launcher)
-        assert ended.code == 0, ended.stderr
-        assert sorted(ended.stdout.splitlines()) == ["[rank 0] 1024.0", "[rank 1] 1024.0"]
+    ended = launching.run("-n", "2", "--tee", "all", script)
+    assert ended.code == 0, ended.stderr
+    assert sorted(ended.stdout.splitlines()) == ["[rank 0] 1024.0", "[rank 1] 1024.0"]
 
 
 def test_what_training_imports_is_there_when_ranks_begin(launching):

@@ -125,8 +125,7 @@ def test_a_job_of_the_launcher_has_a_secret_of_its_own(launching):
         value = torch.ones(2)
         dist.all_reduce(value)
         assert value.tolist() == [2, 2]
-        model = sw.parallelize(torch.nn.Linear(2, 2), lambda m, x: m(x).sum(), torch.ones(4, 2), batch="global")
-        model(torch.ones(4, 2)).backward()
+        dist.new_group([0, 1])
         dist.barrier()
         if world.rank == 1:
             port = int(os.environ["MASTER_PORT"])
@@ -138,17 +137,17 @@ def test_a_job_of_the_launcher_has_a_secret_of_its_own(launching):
         open(f"secret.{world.rank}", "w").write(os.environ["SHARDWRIGHT_SECRET"])
         """,
     )
-    secrets = set()
-    for _ in range(2):
-        ended = launching.run("-n", "2", script)
+    other = launching.write("other.py", "import os; open('secret.other', 'w').write(os.environ['SHARDWRIGHT_SECRET'])")
+    for arguments in (("-n", "2", script), ("-n", "1", other)):
+        ended = launching.run(*arguments)
         assert ended.code == 0, ended.stderr
-        keys = (launching.folder / "keys").read_text().splitlines()
-        assert len(keys) > 4
-        assert {len(key) for key in keys} == {64}
-        values = (launching.folder / "values").read_bytes()
-        assert not [word for word in WORDS if word.encode() in values]
-        secrets |= {(launching.folder / f"secret.{rank}").read_text() for rank in range(2)}
-    assert len(secrets) == 2
+    keys = (launching.folder / "keys").read_text().splitlines()
+    assert len(keys) > 4
+    assert {len(key) for key in keys} == {64}
+    values = (launching.folder / "values").read_bytes()
+    assert not [word for word in WORDS if word.encode() in values]
+    secrets = [(launching.folder / f"secret.{rank}").read_text() for rank in ("0", "1", "other")]
+    assert secrets[0] == secrets[1] != secrets[2]
     told = [path.read_bytes() for path in launching.folder.rglob("*") if path.is_file() and "log_output" in path.parts]
     assert not [secret for secret in secrets for text in told if secret.encode() in text]
 

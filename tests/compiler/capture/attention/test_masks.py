@@ -240,8 +240,22 @@ def tokens(rows=6, length=12, **more):
     return {"input_ids": ids, "labels": ids, **more}
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize(("name", "expected"), [("llama", "causal"), ("gpt2", "causal"), ("mistral", "other")])
+@pytest.mark.parametrize(
+    ("name", "expected", "dtype"),
+    [
+        ("llama", "causal", torch.bfloat16),
+        ("mistral", "other", torch.float64),
+        *(
+            pytest.param(name, expected, dtype, marks=pytest.mark.slow)
+            for name, expected, dtype in [
+                ("llama", "causal", torch.float64),
+                ("mistral", "other", torch.bfloat16),
+                ("gpt2", "causal", torch.float64),
+                ("gpt2", "causal", torch.bfloat16),
+            ]
+        ),
+    ],
+)
 def test_models_of_transformers_without_padding_have_no_mask(name, expected, dtype):
     model = transformers_model(name).to(dtype)
     captured = captured_step(model, language_loss, tokens(), {}, "fine-tuning")
@@ -250,7 +264,7 @@ def test_models_of_transformers_without_padding_have_no_mask(name, expected, dty
     assert bool(masks) == (expected == "other")
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_models_of_transformers_equal_plain_pytorch(name):
     torch.manual_seed(0)
     model = transformers_model(name).double()
@@ -262,7 +276,9 @@ def test_models_of_transformers_equal_plain_pytorch(name):
     like_plain(model, language_loss, tokens(), sizes=(3,), tolerance=1e-6)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral"])
+@pytest.mark.parametrize(
+    "name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "mistral"))]
+)
 def test_padding_that_a_batch_does_not_have_leaves_no_mask(name):
     torch.manual_seed(0)
     model, batch = transformers_model(name).double().eval(), tokens(attention_mask=torch.ones(6, 12, dtype=torch.int64))
