@@ -1,5 +1,6 @@
 """Programs of pipeline stages give what one device gives, on simulated ranks."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -264,6 +265,36 @@ def test_a_plan_with_stages_is_read_back_from_its_json():
     again = Plan.from_json(plan.to_json(), plan.graph)
     assert again == plan
     assert [lower(again, rank).source for rank in range(4)] == [lower(plan, rank).source for rank in range(4)]
+
+
+def test_another_cut_fits_where_the_quickest_does_not():
+    layers = [layer for _ in range(8) for layer in (nn.Linear(32, 32), nn.Tanh())]
+    model, batch = nn.Sequential(nn.Embedding(2000, 32), *layers).double(), torch.randint(0, 2000, (64,))
+
+    def loss_fn(model, batch):
+        return model(batch).square().mean()
+
+    options = {"microbatches": 2, "hardware": splitting_hardware()}
+    free = plan_of(model, loss_fn, batch, Mesh.parse("pp=2"), "data", **options)
+    embedding = free.memory_model.of_stage(free, free.optimizer, 0)
+    limit = int(embedding.total * 0.97)
+    plan = held_against_one_device(model, loss_fn, batch, "pp=2", memory=limit, **options)
+    assert max(plan.memory_model.of_stage(plan, plan.optimizer, group).total for group in (0, 1)) <= limit
+    assert not plan.recomputed
+    before, after = (Counter(of.stages.of.values()) for of in (free, plan))
+    assert after[0] < before[0]
+
+
+def test_a_later_plan_computes_where_parameters_are_held():
+    model, batch = decoder.Decoder(layers=4).double(), decoder.batch_of(4, 6)
+    plan = plan_of(model, decoder.loss_fn, batch, Mesh.parse("pp=3"), "data", hardware=splitting_hardware())
+    storage = {value.name: plan.stored[value.name] for value in plan.capture.of_kind("parameter")}
+    assert any(layout.held and layout.held[1] for layout in storage.values())
+    usual = plan_of(model, decoder.loss_fn, batch, Mesh.parse("pp=3"), "data")  # by prices that cut elsewhere
+    later = plan_of(model, decoder.loss_fn, batch, Mesh.parse("pp=3"), "data", storage=storage, axes=plan.devices)
+    assert usual.stages.of != plan.stages.of
+    assert later.stored == plan.stored
+    assert later.moved_between_stages == plan.moved_between_stages
 
 
 def test_layers_are_recomputed_until_each_stage_fits_its_memory():

@@ -326,13 +326,21 @@ class Decisions:
             found.__dict__[known] = getattr(self, known)
         return found
 
+    def in_stages(self, stages: Stages) -> Self:
+        """Return the decisions with other stages; what does not depend on these is not worked out anew."""
+        found = replace(self, stages=stages)
+        for known in self._of_any_recomputed:
+            if known in self.__dict__:
+                found.__dict__[known] = self.__dict__[known]
+        return found
+
     def costing(self, cost: float | None, bound: float | None) -> Self:
         """Return the decisions at another cost; nothing is computed anew."""
         found = replace(self, cost=cost, bound=bound)
         found.__dict__.update({name: of for name, of in self.__dict__.items() if name not in found.__dict__})
         return found
 
-    # None of these reads `recomputed` or `again`.
+    # None of these reads `recomputed`, `again` or `stages`.
     _of_any_recomputed: ClassVar[tuple[str, ...]] = ("_nodes", "_made", "entered", "transfers", "way", "_moved_inside")
 
     @cached_property

@@ -149,6 +149,20 @@ class MemoryModel:
             transient=self._held(plan, optimizer).transient,  # of one microbatch
         )
 
+    def saved_by(self, plan: Decisions) -> dict[str, int]:
+        """Return the bytes that each operator saves for the backward, and none before it; of blocks, their first one.
+
+        Of a block that is recomputed they are those that it is given.
+        """
+        lying, seen, found = self._lying(plan), set[Storage](), dict[str, int]()
+        first = {block.nodes[0].name: block for block in plan.blocks}
+        for node in plan.capture.nodes:
+            of = lying.given_to(first[node.name], plan) if node.name in first else {}
+            of = of if node.name in plan.block_of else lying.kept_by[node.name]
+            found[node.name] = sum(size for storage, size in of.items() if storage not in seen)
+            seen.update(of)
+        return found
+
     def _together(self, plan: Decisions) -> list[list[tuple[Transfer, Value]]]:
         """Return the small parameters that programs gather together, and how, by the collective."""
         found = [one for one in self._small_gathers if _gathers_once(one[0], plan)]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.compiler.plan.pipeline.cut import cut
+from shardwright.compiler.plan.pipeline.cut import Limit, cut
 
 SECONDS = st.integers(0, 20).map(float)
 
@@ -25,6 +25,28 @@ def test_no_cut_has_a_quicker_slowest_stage_or_crosses_less(data, count, operato
     found = taken(costs, crossing, cut(costs, crossing, count))
     every = (taken(costs, crossing, [0, *starts]) for starts in combinations(range(1, operators), count - 1))
     assert found == pytest.approx(min(every))
+
+
+@given(st.data(), st.integers(1, 4), st.integers(4, 9))
+def test_no_cut_that_keeps_limits_is_better(data, count, operators):
+    def numbers():
+        return data.draw(st.lists(SECONDS, min_size=operators, max_size=operators))
+
+    costs, crossing = numbers(), numbers()
+    limits = [[Limit(numbers(), data.draw(st.integers(5, 120))) for _ in range(2)] for _ in range(count)]
+
+    def keeps(starts):
+        ends = [*starts[1:], operators]
+        stages = zip(starts, ends, limits, strict=True)
+        return all(sum(each.weights[a:b]) <= each.most for a, b, of in stages for each in of)
+
+    cuts = ([0, *starts] for starts in combinations(range(1, operators), count - 1))
+    every = [taken(costs, crossing, starts) for starts in cuts if keeps(starts)]
+    found = cut(costs, crossing, count, limits)
+    assert (found is None) == (not every)
+    if found is not None:
+        assert keeps(found)
+        assert taken(costs, crossing, found) == pytest.approx(min(every))
 
 
 def test_fewer_operators_than_stages_are_refused():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,8 +12,17 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 
-def cut(costs: Sequence[float], crossing: Sequence[float], count: int) -> list[int]:
-    """Return where each of ``count`` stages begins.
+class Limit(NamedTuple):
+    """A sum over the operators of a stage, of one number for each, that may be at most so much, as its bytes may."""
+
+    weights: Sequence[float]
+    most: float
+
+
+def cut(
+    costs: Sequence[float], crossing: Sequence[float], count: int, limits: Sequence[Sequence[Limit]] = ()
+) -> list[int] | None:
+    """Return where each of ``count`` stages begins; None where no cut keeps the limits.
 
     A stage takes the sum of its costs, and what crosses to it and from it. Of the cuts whose slowest stage takes the
     least, it is one where the least crosses in all. Dynamic programming over the first operators, for one stage more
@@ -22,10 +32,13 @@ def cut(costs: Sequence[float], crossing: Sequence[float], count: int) -> list[i
     [0, 3]
     >>> cut([1, 1, 1, 1], [0, 5, 2, 5], 2)
     [0, 2]
+    >>> cut([1, 1, 1, 3], [0, 0, 0, 0], 2, [[Limit([4, 4, 4, 4], 8)]] * 2)
+    [0, 2]
 
     Args:
         costs: seconds of each operator.
         crossing: seconds that what passes from before each operator to behind it takes; nothing before the first.
+        limits: those of each stage, if there are any.
 
     Raises:
         ValueError: where there are fewer operators than stages.
@@ -35,9 +48,11 @@ def cut(costs: Sequence[float], crossing: Sequence[float], count: int) -> list[i
     before = np.concatenate([[0.0], np.cumsum(costs)])
     border = np.concatenate([np.asarray(crossing, dtype=float), [0.0]])
     border[0] = 0.0
-    slowest, _ = _best(before, border, count, np.maximum, np.full(len(before), math.inf))
-    least = slowest[-1] * (1 + 1e-9)
-    _, choices = _best(before, border, count, np.add, np.full(len(before), least))
+    sums = [[_Sum(np.concatenate([[0.0], np.cumsum(of.weights)]), of.most) for of in stage] for stage in limits]
+    slowest, _ = _best(before, border, count, np.maximum, math.inf, sums)
+    if slowest[-1] == math.inf:
+        return None
+    _, choices = _best(before, border, count, np.add, slowest[-1] * (1 + 1e-9), sums)
     starts, end = [], len(costs)
     for choice in reversed(choices):
         end = int(choice[end])
@@ -45,23 +60,37 @@ def cut(costs: Sequence[float], crossing: Sequence[float], count: int) -> list[i
     return starts[::-1]
 
 
+class _Sum(NamedTuple):
+    """A limit, with the sums over the first operators."""
+
+    before: Floats
+    most: float
+
+    def keeps(self, end: int) -> NDArray[np.bool_]:
+        """Return whether stages that end there keep it, by where they begin."""
+        kept: NDArray[np.bool_] = self.before[end] - self.before[:end] <= self.most + 1e-9 * self.before[-1]
+        return kept
+
+
 def _best(
-    before: Floats, border: Floats, count: int, join: np.ufunc, limit: Floats
+    before: Floats, border: Floats, count: int, join: np.ufunc, limit: float, sums: Sequence[Sequence[_Sum]]
 ) -> tuple[Floats, list[NDArray[np.int64]]]:
     """Return the least for the first operators in ``count`` stages, and where the last stage of each number begins.
 
     With `numpy.maximum` that is the time of the slowest stage, with `numpy.add` what crosses, over cuts in which no
-    stage takes more than ``limit``.
+    stage takes more than ``limit``, and each keeps its ``sums``.
     """
     n = len(before)
     best = np.full(n, math.inf)
     best[0] = 0.0
     choices = []
-    for _ in range(count):
+    for stage in range(count):
         then, choice = np.full(n, math.inf), np.zeros(n, dtype=np.int64)
         for end in range(1, n):
             takes = before[end] - before[:end] + border[:end] + border[end]
-            costs = takes if join is np.maximum else np.where(takes <= limit[end], border[:end], math.inf)
+            costs = takes if join is np.maximum else np.where(takes <= limit, border[:end], math.inf)
+            for each in sums[stage] if sums else ():
+                costs = np.where(each.keeps(end), costs, math.inf)
             found = join(best[:end], costs)
             choice[end] = int(found.argmin())
             then[end] = found[choice[end]]

@@ -8,29 +8,27 @@ is refused.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import zip_longest
 
-from shardwright.common.words import in_bytes
 from shardwright.compiler.capture.ir import Capture, Node
 from shardwright.compiler.mesh.layout import Layout, Split
 from shardwright.compiler.mesh.mesh import MICROBATCHES, PIPELINE, Axis, Mesh, Stages
 from shardwright.compiler.mesh.redistribute import Collective
 from shardwright.compiler.plan.decisions import Transfer
-from shardwright.compiler.plan.device_memory import DeviceMemory
-from shardwright.compiler.plan.pipeline.cut import cut
+from shardwright.compiler.plan.pipeline.cut import Limit, cut
+from shardwright.compiler.plan.pipeline.fitting import Limits, parameters_read, within_memory
 from shardwright.compiler.plan.pipeline.linear import why_not_in_turns
 from shardwright.compiler.plan.pipeline.schedule import read_schedule, schedule_problem
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.cost import Seconds
 from shardwright.compiler.plan.pricing.graph import RuledGraph
-from shardwright.compiler.plan.pricing.memory import Block, Blocks, local_bytes
+from shardwright.compiler.plan.pricing.memory import local_bytes
 from shardwright.compiler.plan.request import PlanRequest
 from shardwright.compiler.plan.search.choices import OverBudget, data_parallel
 from shardwright.compiler.plan.spaces import fixed_leaves, output_layouts
-from shardwright.compiler.plan.text import held_by_kind
 from shardwright.compiler.plan.timing.costs import Costs
 from shardwright.compiler.rules.notation import Strategy
 from shardwright.errors import PlanError, UsageError
@@ -127,20 +125,34 @@ class StagedPlans:
         name, each = read_schedule(request.schedule) if request.schedule is not None else (_USUAL_SCHEDULE, 1)
         if problem := schedule_problem(name, count, microbatches):
             raise UsageError(problem)
-        of = flow.stages(count * each)
-        if microbatches == 1:
-            name = "gpipe"  # there are no turns to take
-        if name != "gpipe" and (problem := why_not_in_turns(plan, of)):
-            if request.schedule is not None:
-                raise PlanError(
-                    f"schedule={request.schedule!r} begins the backward before the last forward, and {problem}; "
-                    "type schedule='gpipe' (--schedule gpipe)"
-                )
-            name = "gpipe"
-        stages = Stages(count, microbatches, of, name, each)
-        plan = replace(plan, stages=stages, memory=request.memory)
-        plan = replace(plan, stages=replace(stages, holders=_holders(plan, request)))
-        return plan if request.memory is None else _within_memory(plan, request.memory)
+        stages = Stages(count, microbatches, dict.fromkeys((node.name for node in flow.staged), 0), name, each)
+        stored = _as_stored(plan.in_stages(stages), request.storage, stages)
+
+        def recut(plan: Plan, limits: Limits) -> Plan | None:
+            together = [[*one, *two] for one, two in zip_longest(limits, stored, fillvalue=())]
+            of = flow.stages(stages.total, together)
+            return None if of is None else _in_turns(plan.in_stages(replace(stages, of=of)), request)
+
+        plan = replace(plan, memory=request.memory)
+        found = recut(plan, [])
+        if found is None:  # of later plans, whose parameters are held where no cut can have them
+            found = _in_turns(plan.in_stages(replace(stages, of=flow.stages(stages.total) or {})), request)
+        return found if request.memory is None else within_memory(found, request.memory, recut)
+
+
+def _in_turns(plan: Plan, request: PlanRequest) -> Plan:
+    """Return the plan of some stages with the schedule that they allow, and who holds which parameter."""
+    stages = plan.stages
+    assert stages is not None
+    name = stages.schedule if stages.microbatches > 1 else "gpipe"  # there are no turns to take
+    if name != "gpipe" and (problem := why_not_in_turns(plan, stages.of)):
+        if request.schedule is not None:
+            raise PlanError(
+                f"schedule={request.schedule!r} begins the backward before the last forward, and {problem}; "
+                "type schedule='gpipe' (--schedule gpipe)"
+            )
+        name = "gpipe"
+    return plan.in_stages(replace(stages, schedule=name, holders=_holders(plan, request)))
 
 
 def _holders(plan: Plan, request: PlanRequest) -> dict[str, int | None]:
@@ -162,46 +174,14 @@ def _holders(plan: Plan, request: PlanRequest) -> dict[str, int | None]:
     return found
 
 
-def _within_memory(plan: Plan, limit: int) -> Plan:
-    """Return the plan with as many layers of each stage recomputed as it takes to fit.
-
-    Raises:
-        OverBudget: where the ranks of some stage never do.
-    """
-    stages = plan.stages
-    assert stages is not None
-    layers = {block.name: _groups_of(block, stages) for block in plan.graph.once(Blocks).repeated()}
-    while over := [group for group in range(stages.count) if _held(plan, group).total > limit]:
-        for group in over:  # more than once where a layer has a border within it, and neighbours hold of it
-            plan = _fitting(plan, group, [name for name, of in layers.items() if group in of], limit)
-    return plan
-
-
-def _fitting(plan: Plan, group: int, layers: Sequence[str], limit: int) -> Plan:
-    """Return the plan with the fewest of these layers recomputed, the first of them, with which a group fits."""
-    left = [name for name in layers if name not in plan.recomputed]
-
-    def recomputing(count: int) -> Plan:
-        return plan.computing_again({*plan.recomputed, *left[:count]})
-
-    held = _held(recomputing(len(left)), group)
-    if held.total > limit:
-        raise OverBudget(
-            f"stage {group} of {plan.devices.sizes[PIPELINE]} holds {held_by_kind(plan, held)}, "
-            f"{in_bytes(held.total - limit)} more than {in_bytes(limit)}, with all of its layers recomputed; type "
-            "a larger memory= (--memory), more stages or other axes in mesh= (--mesh), or a smaller batch",
-            held.total,
-        )
-    fewest = bisect_left(range(len(left) + 1), True, key=lambda count: _held(recomputing(count), group).total <= limit)
-    return recomputing(fewest)
-
-
-def _held(plan: Plan, group: int) -> DeviceMemory:
-    return plan.memory_model.of_stage(plan, plan.optimizer, group)
-
-
-def _groups_of(block: Block, stages: Stages) -> set[int]:
-    return {stages.group(stages.of[node.name]) for node in block.nodes if node.name in stages.of}
+def _as_stored(plan: Plan, storage: Mapping[str, Layout], stages: Stages) -> list[list[Limit]]:
+    """Return limits that let each operator be where its parameters are held already."""
+    holders = {name: layout.held[1] for name, layout in storage.items() if layout.held is not None}
+    if not holders:
+        return []
+    read = parameters_read(plan)
+    at = [{holders[each] for each in read[name] if each in holders} for name in stages.of]
+    return [[Limit([float(bool(of - {stages.group(s)})) for of in at], 0.5)] for s in range(stages.total)]
 
 
 def _ranks(plan: Plan) -> tuple[Axis, ...]:
@@ -295,26 +275,33 @@ class _Flow:
                 found.append(node)
         return found
 
-    def stages(self, count: int) -> dict[str, int]:
-        """Return the stage of each of these operators, of ``count`` stages.
+    def stages(self, count: int, limits: Limits = ()) -> dict[str, int] | None:
+        """Return the stage of each of these operators, of ``count`` stages; None where no cut keeps the limits.
 
         Raises:
             PlanError: where there are fewer of them than stages.
         """
         nodes = self.staged
-        assert self.plan.hardware is not None
         if len(nodes) < count:
             raise PlanError(
                 f"{len(nodes)} operators depend on the batch and on parameters, which are no {count} stages; "
                 f"choose a smaller {PIPELINE}= in mesh="
             )
-        costs = Costs(self.plan, self.plan.hardware)
-        starts = cut([costs.computes_s[node.name] for node in nodes], list(self._crossing(nodes)), count)
+        starts = cut(*self._seconds, count, limits)
+        if starts is None:
+            return None
         found, stage = {}, -1
         for at, node in enumerate(nodes):
             stage += at in starts
             found[node.name] = stage
         return found
+
+    @cached_property
+    def _seconds(self) -> tuple[list[float], list[float]]:
+        """The seconds of these operators, and of what crosses before each of them."""
+        assert self.plan.hardware is not None
+        costs = Costs(self.plan, self.plan.hardware)
+        return [costs.computes_s[node.name] for node in self.staged], list(self._crossing(self.staged))
 
     def _crossing(self, nodes: list[Node]) -> Iterator[float]:
         """Yield for each operator the seconds that what is made before it and read behind takes, there and back."""
