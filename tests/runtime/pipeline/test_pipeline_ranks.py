@@ -5,11 +5,13 @@ import shutil
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import shardwright as sw
 from pages import DOCS, run_blocks
 from ranks import run_ranks
+from whole import splitting_hardware
 
 STEPS = 5
 
@@ -52,6 +54,7 @@ def train(folder, first, last, mesh=None, microbatches=None):
     torch.manual_seed(0)
     model, data = Language().double(), batches()
     how = {"predict_fn": outputs, "mesh": mesh, "microbatches": microbatches, "save_graphs": folder / "graphs"}
+    how["hardware"] = splitting_hardware()  # on the usual one a single stage would do all that is small
     parallel = sw.parallelize(model, loss_fn, data[0], "data", batch="global", **how)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
     if first:
@@ -70,13 +73,22 @@ def train(folder, first, last, mesh=None, microbatches=None):
     parallel.eval()
     with torch.no_grad():
         found.append(parallel(data[0]).item())
-    return found, parallel.predict(data[1], gather=True), parallel.full_state_dict()
+    states = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    stored = sum(here(tensor).numel() for tensor in (*parallel.parameters(), *states))
+    return found, parallel.predict(data[1], gather=True), parallel.full_state_dict(), stored
+
+
+def here(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def test_two_stages_train_as_one_device_does(tmp_path):
-    [(losses, predicted, _)] = run_ranks(1, train, tmp_path / "alone", 0, STEPS)
+    [(losses, predicted, _, whole)] = run_ranks(1, train, tmp_path / "alone", 0, STEPS)
     found = run_ranks(4, train, tmp_path / "stages", 0, STEPS, "pp=2,dp=2", 2)
-    for of_stage, seen, _ in found:
+    first, _, second, _ = (stored for *_, stored in found)
+    assert first + second == whole  # the table, which both read, is sharded; each layer is on one stage
+    assert max(first, second) < whole
+    for of_stage, seen, *_ in found:
         torch.testing.assert_close(of_stage, losses, atol=1e-10, rtol=0)
         torch.testing.assert_close(seen, predicted, atol=1e-10, rtol=0)
     assert "scheduled.send(" in next((tmp_path / "stages" / "graphs" / "rank_0").glob("*execute*")).read_text()
@@ -84,11 +96,11 @@ def test_two_stages_train_as_one_device_does(tmp_path):
 
 @pytest.mark.slow
 def test_what_two_stages_have_saved_goes_on_as_three_and_as_none(tmp_path):
-    [(losses, predicted, state)] = run_ranks(1, train, tmp_path / "alone", 0, 2 * STEPS)
+    [(losses, predicted, state, _)] = run_ranks(1, train, tmp_path / "alone", 0, 2 * STEPS)
     run_ranks(4, train, tmp_path / "stages", 0, STEPS, "pp=2,dp=2", 2)
     for ranks, how in ((3, ("pp=3", 4)), (2, ("dp=2", None))):
         folder = shutil.copytree(tmp_path / "stages", tmp_path / how[0])
-        for found, of_stage, held in run_ranks(ranks, train, folder, STEPS, 2 * STEPS, *how):
+        for found, of_stage, held, _ in run_ranks(ranks, train, folder, STEPS, 2 * STEPS, *how):
             torch.testing.assert_close(found, losses[2 * STEPS :], atol=1e-10, rtol=0)
             torch.testing.assert_close(of_stage, predicted, atol=1e-10, rtol=0)
             torch.testing.assert_close(dict(held), dict(state), atol=1e-10, rtol=0)
