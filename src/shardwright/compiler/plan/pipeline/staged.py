@@ -97,9 +97,12 @@ class StagedPlans:
         limit = self._request.memory
         try:
             return self._in_stages(self._inside(None), microbatches)
-        except OverBudget:
+        except OverBudget as error:
             assert limit is not None
-        return self._in_stages(self._inside(self._count * limit), microbatches)
+            try:
+                return self._in_stages(self._inside(self._count * limit), microbatches)
+            except OverBudget:
+                raise error from None
 
     def _inside(self, memory: int | None) -> Plan:
         """Return the plan of the ranks of one stage, for all operators."""
