@@ -11,7 +11,7 @@ from ranks import run_ranks
 from shardwright.common.torch_private import job_store
 from shardwright.compiler.mesh.groups import SharedGroups
 from shardwright.compiler.mesh.mesh import Mesh
-from shardwright.distributed.backends.shm_group import LaneGroup
+from shardwright.distributed.backends.shm_group import ShmGroup
 from shardwright.distributed.control import group_for_messages
 from shardwright.errors import UsageError, WorldError
 
@@ -56,7 +56,7 @@ def test_a_group_over_two_hosts():
     not_a_member = "rank {} is not a member of this group; only its members may ask about it"
     for rank in (0, 2, 5):
         assert results[rank] == (
-            f"rank {rank} of 6 (local rank {rank % 3} of 3 on node{1 + rank // 3}), cpu, shm",
+            f"rank {rank} of 6 (local rank {rank % 3} of 3 on node{1 + rank // 3}), cpu, gloo",
             not_a_member.format(rank),
             not_a_member.format(rank),
         )
@@ -128,7 +128,7 @@ def limits_of_groups(backend):
     mesh = Mesh.of(a=2, b=1)
     made = [sw.create_group([0, 1]), *SharedGroups.of_world().take(mesh, [("b",)]), group_for_messages()]
     limits = {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in made}
-    lanes = {group.lane.timeout_s for group in made if isinstance(group, LaneGroup)}
+    lanes = {group.lane.timeout_s for group in made if isinstance(group, ShmGroup)}
     return len(made), limits | lanes
 
 

@@ -18,7 +18,6 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  
 from shardwright.common.pulse import own_pulse
 from shardwright.distributed.agreement import from_all_ranks
 from shardwright.distributed.backends import shm
-from shardwright.distributed.backends.between.grid import Grid
 from shardwright.distributed.backends.group import backends_of
 from shardwright.distributed.backends.table import (
     BACKENDS,
@@ -92,9 +91,9 @@ def init(
 
     ``device`` is where this rank computes: "cpu", "cuda" (the GPU that its place on its host gives it) or "cuda:N"; all
     ranks of a host may have one GPU with backend="gloo". Unless given it is what the backend serves.
-    ``backend`` is nccl where torch sees GPUs, else shm where each host has several ranks, all as many, else gloo,
-    unless given here or by ``shardwright launch --backend``; between hosts "shm" goes by gloo, and "mpi" is for ranks
-    that mpirun started (`shardwright.distributed.backends.table`).
+    ``backend`` is nccl where torch sees GPUs, else shm where all ranks, several, are on one host, else gloo, unless
+    given here or by ``shardwright launch --backend``; "shm" goes by gloo between hosts, and "mpi" is for ranks that
+    mpirun started (`shardwright.distributed.backends.table`).
     ``init_method`` (``tcp://HOST:PORT`` or ``file:///PATH``), ``rank`` and ``world_size`` take the place of what the
     launcher says. ``timeout`` (seconds or timedelta) bounds the wait for the other ranks, 300 s unless given, and every
     collective of every group, torch's default unless given. A second call returns the same world; a process group that
@@ -260,7 +259,7 @@ def _by_place(cards: tuple[Card, ...]) -> tuple[Card, ...]:
     """The cards with the usual backend of ranks that are where these are, unless one of them was told its own."""
     if any(card.asked for card in cards):
         return cards
-    name = usual_backend(cards[0].device, shared=Grid.of(host_names(cards)).is_whole).name
+    name = usual_backend(cards[0].device, shared=len(cards) > 1 == len(set(host_names(cards)))).name
     return tuple(replace(card, backend=name) for card in cards)
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import io
+import logging
 import os
 import signal
 import subprocess
@@ -234,10 +235,11 @@ def test_ranks_that_do_not_call_the_same_are_named():
 
 def goes(how, folder):
     """Rank 1 goes, while the others wait for it; what they are told, and after how long."""
+    before = mapped()
     sw.init("shm", timeout=60)
-    rank = dist.get_rank()
-    assert "/memfd:shardwright (deleted)" in mapped()  # which has no name, so that nothing is left by a rank that ends
-    assert not any(path.startswith("/dev/shm") for path in mapped())
+    rank, made = dist.get_rank(), mapped() - before
+    assert "/memfd:shardwright (deleted)" in made  # which has no name, so that nothing is left by a rank that ends
+    assert not any(path.startswith("/dev/shm") for path in made)
     dist.broadcast(torch.ones(2), 0)
     if rank == 1:
         if how == "killed":
@@ -339,7 +341,7 @@ def card(**changes):
 
 def test_who_shares_no_memory_is_told_why():
     with pytest.raises(shm_meeting._NoMemory) as problem:
-        shm_meeting._grid([card(), card(processes=8)])
+        shm_meeting._check_places([card(), card(processes=8)])
     assert str(problem.value) == "the ranks are in several containers, which do not see each other's processes"
 
 
@@ -435,3 +437,25 @@ def refuses(call):
 @pytest.mark.slow
 def test_a_forked_child_leaves_tensors_and_group_to_its_parent():
     assert run_ranks(2, forked) == [[4.0]] * 2
+
+
+def on_pretended_hosts(hosts):
+    """The kinds of the groups of all ranks and of those of a host, a sum over all, and what is logged."""
+    heard, card, mine = [], shm_meeting._card, hosts[int(os.environ["RANK"])]
+    log = logging.getLogger("shardwright.shm")
+    log.setLevel(logging.INFO)
+    log.addFilter(lambda record: heard.append(record.getMessage()))
+    shm_meeting._card = lambda: card() | {"machine": mine, "host": mine}
+    world = sw.init("shm", timeout=60)
+    groups = {name: dist.new_group([r for r, host in enumerate(hosts) if host == name]) for name in sorted({*hosts})}
+    total = torch.ones(2)
+    dist.all_reduce(total)
+    kinds = [type(group).__name__ for group in (dist.group.WORLD, groups[mine])]
+    return kinds, world.backend, total.tolist(), heard
+
+
+def test_gloo_moves_all_between_hosts_and_ranks_of_one_share_memory():
+    kinds, backends, totals, heard = zip(*run_ranks(3, on_pretended_hosts, "aba"), strict=True)
+    assert list(kinds) == [["ProcessGroup", "ShmGroup"]] * 3
+    assert (set(backends), totals) == ({"gloo"}, ([3, 3],) * 3)
+    assert heard[0][0] == "shm: gloo moves all between hosts (a, b)"

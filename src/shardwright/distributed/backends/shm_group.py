@@ -14,7 +14,6 @@ from torch import Tensor
 
 from shardwright.common.torch_private import add_gloo_inside
 from shardwright.distributed.backends import table
-from shardwright.distributed.backends.group import Collectives as AnyCollectives
 from shardwright.distributed.backends.group import CpuGroup, Steps, Task
 from shardwright.distributed.backends.segment.collectives import Collectives
 from shardwright.distributed.backends.segment.memory import Memory, Process
@@ -55,12 +54,16 @@ class Members:
         return Group.of(self.memory, self.crowded)
 
 
-class LaneGroup(CpuGroup):
-    """A group whose collectives run in a lane, and whose messages go by gloo."""
+class ShmGroup(CpuGroup):
+    """The group of some ranks of one host, whose collectives run in a lane, and whose messages go by gloo."""
 
-    def __init__(self, collectives: AnyCollectives, lane: Lane, gloo: dist.ProcessGroupGloo) -> None:
+    def __init__(self, members: Members, gloo: dist.ProcessGroupGloo, timeout: timedelta) -> None:
+        collectives = members.collectives()
         super().__init__(table.SHM, collectives)
-        self.lane = lane
+        self.lane = Lane(collectives, members.processes, timeout.total_seconds())
+        self._native = NativeCollectives(collectives, members.library, members.group())
+        # Cached by all that a sum is made of beside this group; others are made in their place where there are many.
+        self._sums: dict[tuple[type, torch.device, torch.dtype, int], RepeatedCollective] = {}
         self._gloo: Any = gloo  # whose methods are in no list of torch's
         add_gloo_inside(self, gloo)
         self._closed = False
@@ -77,42 +80,6 @@ class LaneGroup(CpuGroup):
     def begin(self, what: str, outputs: Sequence[Tensor], task: Task, asynchronous: bool) -> ShmWork:
         course = ByStep(task, self.lane.collectives)
         return self.lane.begin(what, outputs, course, sum(tensor.nbytes for tensor in outputs), asynchronous)
-
-    # --- messages
-
-    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> dist.Work:
-        (tensor,) = tensors
-        self.lane.check_process()
-        self.check_memory("send", tensor)
-        work: dist.Work = self._gloo.send([tensor.detach().contiguous()], peer, tag)
-        return work
-
-    def recv(self, tensors: Sequence[Tensor], peer: int, tag: int) -> dist.Work:
-        return self._receive(tensors, lambda whole: self._gloo.recv([whole], peer, tag))
-
-    def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> dist.Work:
-        return self._receive(tensors, lambda whole: self._gloo.recv_anysource([whole], tag))
-
-    def _receive(self, tensors: Sequence[Tensor], begin: Callable[[Tensor], dist.Work]) -> dist.Work:
-        (tensor,) = tensors
-        self.lane.check_process()
-        self.check_memory("recv", tensor)
-        target = tensor.data
-        if target.is_contiguous():
-            return begin(target)
-        whole = target.contiguous()
-        return _Received(begin(whole), target, whole)
-
-
-class ShmGroup(LaneGroup):
-    """The group of some ranks of one host."""
-
-    def __init__(self, members: Members, gloo: dist.ProcessGroupGloo, timeout: timedelta) -> None:
-        collectives = members.collectives()
-        self._native = NativeCollectives(collectives, members.library, members.group())
-        super().__init__(collectives, Lane(collectives, members.processes, timeout.total_seconds()), gloo)
-        # Cached by all that a sum is made of beside this group; others are made in their place where there are many.
-        self._sums: dict[tuple[type, torch.device, torch.dtype, int], RepeatedCollective] = {}
 
     def allreduce(  # type: ignore[override]
         self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None
@@ -182,6 +149,31 @@ class ShmGroup(LaneGroup):
             if course is not None:
                 return self.lane.begin(what, [output], course, output.nbytes, opts.asyncOp)
         return super().reduce_scatter_single(output, tensor, opts)
+
+    # --- messages
+
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> dist.Work:
+        (tensor,) = tensors
+        self.lane.check_process()
+        self.check_memory("send", tensor)
+        work: dist.Work = self._gloo.send([tensor.detach().contiguous()], peer, tag)
+        return work
+
+    def recv(self, tensors: Sequence[Tensor], peer: int, tag: int) -> dist.Work:
+        return self._receive(tensors, lambda whole: self._gloo.recv([whole], peer, tag))
+
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> dist.Work:
+        return self._receive(tensors, lambda whole: self._gloo.recv_anysource([whole], tag))
+
+    def _receive(self, tensors: Sequence[Tensor], begin: Callable[[Tensor], dist.Work]) -> dist.Work:
+        (tensor,) = tensors
+        self.lane.check_process()
+        self.check_memory("recv", tensor)
+        target = tensor.data
+        if target.is_contiguous():
+            return begin(target)
+        whole = target.contiguous()
+        return _Received(begin(whole), target, whole)
 
 
 class _Received(dist.Work):

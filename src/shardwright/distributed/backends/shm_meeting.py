@@ -17,9 +17,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]  # documented, but not listed
 
-from shardwright.distributed.backends.between.grid import Grid
 from shardwright.distributed.backends.group import backends_of
-from shardwright.distributed.backends.hosts_group import HostsGroup
 from shardwright.distributed.backends.segment import native
 from shardwright.distributed.backends.segment.memory import TOKEN_BYTES, Layout, Memory, Process, make_file, open_file
 from shardwright.distributed.backends.shm_group import Members, ShmGroup
@@ -56,19 +54,14 @@ def create(options: Any) -> dist.ProcessGroup | dist.ProcessGroupGloo:
     meeting = _Meeting(options)
     try:
         cards = meeting.exchange("card", _card)
-        grid = _grid(cards)
-        members = _members(meeting, cards, grid)
+        _check_places(cards)
+        members = _members(meeting, cards)
     except _NoMemory as problem:
         if meeting.rank == 0 and not (_of_a_world() and backends_of() == GLOO.name):
             problem.say(meeting.names if _of_a_world() else None)
         return _gloo(meeting)
     if meeting.rank == 0 and not _of_a_world():
-        where = "by native code"
-        if len(grid.rows) > 1:
-            where = f"in shared memory within each of {len(grid.rows)} hosts, by gloo between them"
-        _log_once(logging.INFO, f"shm: {where}")
-    if len(grid.rows) > 1:
-        return HostsGroup(members, grid, meeting.rank, meeting.names, meeting.store, meeting.timeout)
+        _log_once(logging.INFO, "shm: by native code")
     return ShmGroup(members, _gloo(meeting), meeting.timeout)
 
 
@@ -86,20 +79,17 @@ def _gloo(meeting: _Meeting) -> dist.ProcessGroupGloo:
     return dist.ProcessGroupGloo(store, meeting.rank, len(meeting.names), meeting.timeout)
 
 
-def _members(meeting: _Meeting, cards: Sequence[Mapping[str, Any]], grid: Grid) -> Members:
-    """Those of this host; raises `_NoMemory` on all ranks of the group alike."""
-    row, index = grid.at(meeting.rank)
-    here = grid.rows[row]
-    layout = Layout(len(here))
-    made = meeting.told(f"made/{row}", here[0], partial(_make, layout))
-    names, own_cards = [meeting.names[rank] for rank in here], [cards[rank] for rank in here]
-    part = _Part(names, own_cards, index, made)
+def _members(meeting: _Meeting, cards: Sequence[Mapping[str, Any]]) -> Members:
+    """Return the members; raises `_NoMemory` on all ranks of the group alike."""
+    layout = Layout(len(cards))
+    made = meeting.told("made", 0, partial(_make, layout))
+    part = _Part(meeting.names, cards, meeting.rank, made)
     try:
         meeting.exchange("joined", partial(part.join, layout))
     finally:
-        if index == 0 and "file" in made:
+        if meeting.rank == 0 and "file" in made:
             os.close(made["file"])
-    return part.members(len(cards))
+    return part.members()
 
 
 class _Meeting:
@@ -166,24 +156,19 @@ def _card() -> dict[str, Any]:
     }
 
 
-def _crowded(cards: Sequence[Mapping[str, Any]], ranks: int) -> bool:
-    """Return whether the ranks here are more than the cores of ``cards``, which are those of some of them.
-
-    ``ranks`` has the group, and the world may have more; hosts are taken to have as many of these as of those.
-    """
+def _crowded(cards: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether the ranks are more than the cores of ``cards``, which are those of some of the world's."""
     world = dist.get_world_size() if dist.is_initialized() else 0
-    return len({core for card in cards for core in card["cores"]}) < max(world, ranks) * len(cards) // ranks
+    return len({core for card in cards for core in card["cores"]}) < max(world, len(cards))
 
 
-def _grid(cards: Sequence[Mapping[str, Any]]) -> Grid:
-    """Return who shares memory; raises `_NoMemory` where that is of no use to all."""
-    grid = Grid.of([(card["machine"], card["processes"]) for card in cards])
-    if grid.is_whole or len(cards) == 1:
-        return grid
-    if len({card["machine"] for card in cards}) == 1:
+def _check_places(cards: Sequence[Mapping[str, Any]]) -> None:
+    """Raise `_NoMemory` where the members are not in one place."""
+    if len({card["machine"] for card in cards}) > 1:
+        hosts = ", ".join(dict.fromkeys(card["host"] for card in cards))
+        raise _NotHere(f"shm: gloo moves all between hosts ({hosts})")
+    if len({card["processes"] for card in cards}) > 1:
         raise _NoMemory("the ranks are in several containers, which do not see each other's processes")
-    counts = ", ".join(f"{cards[row[0]]['host']} has {len(row)}" for row in grid.rows)
-    raise _NotHere(f"shm: gloo moves all between hosts that have not as many ranks each, or one ({counts})")
 
 
 def _make(layout: Layout) -> dict[str, Any]:
@@ -213,7 +198,6 @@ class _Part:
     def __init__(
         self, names: Sequence[int], cards: Sequence[Mapping[str, Any]], rank: int, made: Mapping[str, Any]
     ) -> None:
-        """``rank`` counts the ranks of this host, whose ``names`` and ``cards`` are given."""
         self._names, self._cards, self._rank, self._made = names, cards, rank, made
         self._pids = [card["pid"] for card in cards]
 
@@ -239,10 +223,10 @@ class _Part:
             here, maker = self._names[self._rank], self._names[0]
             raise _NoMemory(f"rank {here} cannot open the memory that rank {maker} has made: {error}") from error
 
-    def members(self, ranks: int) -> Members:
-        """Return what is found; ``ranks`` has the group."""
+    def members(self) -> Members:
+        """Return what is found."""
         processes = [Process(card["pid"], card["started"]) for card in self._cards]
-        return Members(self._names, processes, self.memory, self.library, _crowded(self._cards, ranks))
+        return Members(self._names, processes, self.memory, self.library, _crowded(self._cards))
 
 
 def _log_once(level: int, text: str) -> None:

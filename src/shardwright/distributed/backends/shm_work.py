@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from shardwright.common.threads import Thread
-from shardwright.distributed.backends.between.moving import Awaited
 from shardwright.distributed.backends.group import CollectiveWork, Task
 from shardwright.distributed.backends.segment.collectives import Collectives
 from shardwright.distributed.backends.segment.memory import DATA_BYTES, Process
@@ -30,6 +29,13 @@ from shardwright.errors import WorldError
 
 _LOOK_S = 0.05  # a launcher that has seen one rank fail ends the others soon after, and tells of those that did before
 _STOP_TIMEOUT_S = 5.0
+
+
+class Awaited(Protocol):
+    """Something of others that is under way."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Return whether it is there; waits for at most so long, and may be asked again."""
 
 
 class Course(Protocol):
@@ -99,13 +105,7 @@ class ShmWork(CollectiveWork):
 
 
 class Lane:
-    """The collectives of one group on this rank.
-
-    Attributes:
-        at_once_bytes: up to which a collective that nobody waits for yet is begun by who asks for it, not aside.
-    """
-
-    at_once_bytes = DATA_BYTES
+    """The collectives of one group on this rank."""
 
     def __init__(self, collectives: Collectives, processes: Sequence[Process], timeout_s: float) -> None:
         self.collectives, self._processes, self.timeout_s = collectives, processes, timeout_s
@@ -139,9 +139,10 @@ class Lane:
         work = ShmWork(what, outputs, course, self)
         self.asked.append(work)
         if asynchronous:
-            if nbytes <= self.at_once_bytes:
+            is_small = nbytes <= DATA_BYTES  # else it is begun aside, not by who asks for it
+            if is_small:
                 self.finish(work, 0.0)
-            if not work.ended and (nbytes > self.at_once_bytes or not course.one_stage):
+            if not work.ended and not (is_small and course.one_stage):
                 self.finish_aside(work)
         return work
 
@@ -181,9 +182,9 @@ class Lane:
                 if end_s is not None and time.monotonic() >= end_s:
                     return False
         except WorldError as error:
-            work.end(self._refused(error))
+            work.end(error)  # which all ranks have; later collectives may succeed
         except BaseException as error:
-            self._give_up(WorldError(f"rank {self.name} failed in {work.what}: {type(error).__name__}: {error}"))
+            self._leave(WorldError(f"rank {self.name} failed in {work.what}: {type(error).__name__}: {error}"))
             work.end(error)
         else:
             work.end()
@@ -197,25 +198,17 @@ class Lane:
     def name(self) -> int:
         return self.collectives.names[self.collectives.rank]
 
-    def _refused(self, error: WorldError) -> WorldError:
-        """Return the error to raise for this one of a collective; all ranks have it, and later ones may succeed."""
-        return error
-
     def _look(self, work: ShmWork) -> None:
         """Raise `WorldError` where those who are missing will not come, or have not come for too long."""
         missing = self._missing()
         reason = next(filter(None, (self._gone(rank, work) for rank in missing)), "")
         waited_s = time.monotonic() - work.since_s
-        if not reason and missing and waited_s > self.limit_s():
+        if not reason and missing and waited_s > self.timeout_s:
             reason = self._late(missing, work, waited_s)
         if reason and not self.collectives.rendezvous.wait(0.0):
             error = WorldError(reason)
-            self._give_up(error)
+            self._leave(error)
             raise error
-
-    def limit_s(self) -> float:
-        """Return how long this rank waits for others of its host."""
-        return self.timeout_s
 
     def _missing(self) -> list[int]:
         """Return who has not come to the stage of this rank."""
@@ -243,11 +236,8 @@ class Lane:
         note = Note.read(self.collectives.memory.last_head(rank))
         return "has come to nothing yet" if note is None else f"last came to number {note.number}, {note}"
 
-    def _give_up(self, error: WorldError) -> None:
-        """Nothing more comes of this group; the others learn why."""
-        self._leave(error)
-
     def _leave(self, reason: WorldError) -> None:
+        """Nothing more comes of this group; the others learn why."""
         self.failed = reason
         self.collectives.memory.leave(str(reason))
 

@@ -61,7 +61,7 @@ class Backend:
         name: what is typed after ``--backend`` and given to `sw.init`.
         says: what stands behind the name where the choices are listed.
         device: where ranks compute that ask for it and for no device.
-        shared: whether it is the usual one where hosts have several ranks each, all as many.
+        shared: whether it is the usual one where all ranks, several, are on one host.
         instead: the name of the one that takes its place, aloud, where there is not what it needs.
         moves: the devices whose tensors it moves.
         torch_name: what torch calls it, where that is another name.
@@ -76,8 +76,6 @@ class Backend:
             reduce-scatters of their gradients.
         infiniband: whether it goes over InfiniBand where there is one; else over TCP alone.
         within_host_by_loopback: whether ranks of one host talk through a network device, which counts their bytes.
-        host_by_host: whether ranks of several hosts meet within each first, where each has as many of them; else they
-            go as gloo's do.
         dtypes: the dtypes of the tensors that its collectives take, as torch names them; empty where they take all.
         names_network: whether it writes which network it took, as `shardwright.training.network.nccl_network` reads it.
         ways: how each kind of collective travels.
@@ -100,7 +98,6 @@ class Backend:
     overlaps: bool = False
     infiniband: bool = True
     within_host_by_loopback: bool = False
-    host_by_host: bool = False
     dtypes: frozenset[str] = frozenset()
     names_network: bool = False
     ways: Mapping[str, Way] = field(default_factory=lambda: _WAYS)
@@ -153,8 +150,7 @@ MPI = Backend(
 SHM = Backend(
     name="shm", says="CPU, in memory that ranks share", shared=True, instead="gloo", moves=("cpu",),
     module="shardwright.distributed.backends.shm", sends_messages=True, waits_in_turns=True, infiniband=False,
-    buckets=Buckets(8 * 2**20, first_bytes=4 * 2**20), buckets_between=Buckets(4 * 2**20, first_bytes=4 * 2**20),
-    host_by_host=True,
+    buckets=Buckets(8 * 2**20, first_bytes=4 * 2**20),
     dtypes=_DTYPES,  # those of gloo, which may take its place
 )  # fmt: skip
 BACKENDS: Mapping[str, Backend] = {row.name: row for row in (GLOO, NCCL, MPI, SHM)}
@@ -163,7 +159,7 @@ BACKENDS: Mapping[str, Backend] = {row.name: row for row in (GLOO, NCCL, MPI, SH
 def usual_backend(device: DeviceType, shared: bool = False) -> Backend:
     """Return the backend of ranks that compute on such devices, where none is asked for.
 
-    ``shared`` hosts have several ranks each, all as many, and may have a backend of their own.
+    ``shared``: all are on one host, and several, which may have a backend of their own.
     """
     rows = [row for row in BACKENDS.values() if row.device == device and (shared or not row.shared)]
     return max(rows, key=lambda row: row.shared)

@@ -61,7 +61,7 @@ class PlanningOptions:
         Raises:
             UsageError: where each host cannot have as many.
         """
-        known = read_hardware(self.hardware, usual_backend("cpu", shared=hosts != devices).name)
+        known = read_hardware(self.hardware, usual_backend("cpu", shared=hosts in (None, 1)).name)
         if hosts is None:
             return known
         if hosts < 1 or devices % hosts:

@@ -10,8 +10,7 @@ from itertools import permutations
 from shardwright.compiler.lower.program import LocalProgram
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.mesh.redistribute import Collective
-from shardwright.distributed.backends.between.grid import Grid, sums_parts
-from shardwright.distributed.backends.table import GLOO, Backend
+from shardwright.distributed.backends.table import Backend
 from shardwright.runtime.programs.execute import Pass
 
 Flows = Mapping[tuple[str, str], float]
@@ -63,53 +62,30 @@ def flows_between(collectives: Mapping[Collective, int], mesh: Mesh, hosts: Sequ
     return flows
 
 
-def flows_from_rank_zero(told_bytes: int, hosts: Sequence[str], backend: Backend) -> Flows:
+def flows_from_rank_zero(told_bytes: int, hosts: Sequence[str]) -> Flows:
     """Return what ranks on ``hosts`` pass on until all have so many bytes of rank 0.
 
     In each round those who have them pass them on to as many others, as gloo does: each to who is as far behind it as
     there are who have them.
 
-    >>> dict(flows_from_rank_zero(100, ["a", "a", "b", "b"], GLOO))
+    >>> dict(flows_from_rank_zero(100, ["a", "a", "b", "b"]))
     {('a', 'a'): 100, ('a', 'b'): 200}
     """
-    places = [*dict.fromkeys(hosts)] if _meet_within_hosts(hosts, backend) else hosts
     flows: Counter[tuple[str, str]] = Counter()
-    for number, place in enumerate(places[1:], start=1):
+    for number, host in enumerate(hosts[1:], start=1):
         had_before = 1 << number.bit_length() - 1
-        flows[places[number - had_before], place] += told_bytes
+        flows[hosts[number - had_before], host] += told_bytes
     return flows
-
-
-def _meet_within_hosts(places: Sequence[str], backend: Backend) -> bool:
-    """Return whether members on these hosts meet within each first, so that what is in common goes there once."""
-    grid = Grid.of(places)
-    return backend.host_by_host and len(grid.rows) > 1 and grid.is_whole
 
 
 def _flows_of(
     collective: Collective, mesh: Mesh, places: Sequence[str], backend: Backend
 ) -> Iterator[tuple[tuple[str, str], float]]:
     """Return what one collective sends among members that are on these hosts."""
-    ranks = Counter(places)
-    if collective.kind != "shift" and _meet_within_hosts(places, backend):
-        yield from ((pair, _host_sends(collective, ranks)) for pair in permutations(ranks, 2))
-        return
-    if backend.host_by_host and len(ranks) > 1:
-        backend = GLOO
     members, way = len(places), backend.ways[collective.kind]
     each = collective.sent_bytes(mesh) + way.messages(members, collective.bytes) * backend.header_bytes
     for sender, receiver in _edges(way.route, places):
         yield (sender, receiver), each if way.route == "ring" else each / (members - 1)
-
-
-def _host_sends(collective: Collective, ranks: Mapping[str, int]) -> float:
-    """Return what each host sends to each other one, where all have as many ranks."""
-    hosts, inside = len(ranks), next(iter(ranks.values()))
-    if collective.kind == "all_to_all":
-        return collective.bytes * inside / hosts
-    if collective.kind == "all_reduce":
-        return collective.bytes * (2 / hosts if sums_parts(hosts, inside, collective.bytes) else 1)
-    return collective.bytes / hosts
 
 
 def _groups(mesh: Mesh, axes: Iterable[str]) -> list[tuple[int, ...]]:

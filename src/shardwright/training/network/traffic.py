@@ -114,8 +114,7 @@ class TrafficWatch:
             collectives = collectives_of(execution.program, runs)
             for pair, sent in flows_between(collectives, execution.program.mesh, self._names(), backend).items():
                 flows[pair] += sent
-        control = backend_moving("cpu", self._world.backend)
-        for pair, sent in flows_from_rank_zero(told_bytes() - self._told_before, self._names(), control).items():
+        for pair, sent in flows_from_rank_zero(told_bytes() - self._told_before, self._names()).items():
             flows[pair] += sent
         return flows
 

@@ -1,1 +1,0 @@
-"""Collectives of ranks on several hosts, with several on each."""
