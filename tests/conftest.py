@@ -37,6 +37,7 @@ providers._get_local_constants = providers.Constants
 
 
 def pytest_configure() -> None:
+    gc.disable()  # until all is imported, of which each collection would look through more and find nothing
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as behind a shell's &: all that is started would ignore it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if os.environ.get("SHARDWRIGHT_TEST_DEVICE"):
@@ -51,6 +52,7 @@ def pytest_collection_finish() -> None:
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)  # of several workers; the threads of one would wait for cores that others have
     gc.freeze()  # what is imported by now lives on, and a collection that looks through it takes a third of a second
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:

@@ -64,7 +64,7 @@ def assert_exact(found):
 @needs_mpi
 @pytest.mark.parametrize(("way", "ranks"), [("mpirun", 2), pytest.param("launch", 4, marks=slow)])
 def test_collectives_and_training(way, ranks, tmp_path):
-    found = answer(run(way, ranks, PROGRAM, "cheap", folder=tmp_path, EXAMPLES="15" if way == "mpirun" else "40"))
+    found = answer(run(way, ranks, PROGRAM, "cheap", folder=tmp_path, EXAMPLES="6" if way == "mpirun" else "40"))
     assert found["world"].endswith("cpu, mpi")
     assert found["reductions"] > 8
     assert_exact(found["exact"])
