@@ -25,7 +25,15 @@ from shardwright.common.system_errors import in_words
 from shardwright.common.whole_file import write_whole
 from shardwright.compiler.mesh.redistribute import COLLECTIVES, CollectiveKind
 from shardwright.compiler.plan.pricing.links import Curve, LinkCost, LinkKind, LinkTime, Segment, link_time
-from shardwright.distributed.backends.table import BACKENDS, NCCL, Buckets, DeviceType, backend_called, usual_backend
+from shardwright.distributed.backends.table import (
+    BACKENDS,
+    NCCL,
+    Backend,
+    Buckets,
+    DeviceType,
+    backend_called,
+    usual_backend,
+)
 from shardwright.errors import UsageError
 
 _NAMES = {
@@ -119,16 +127,17 @@ class Hardware:
     @property
     def prefetches(self) -> bool:
         """Return whether programs gather parameters, and scatter their gradients, beside what they compute."""
-        backend = backend_called(self.backend) if self.backend else usual_backend(self.device_type)
-        return backend.overlaps
+        return self._backend.overlaps
 
     @cached_property
     def buckets(self) -> Buckets:
         """The buckets in which gradients are joined for all-reduces."""
-        if not self.backend:
-            return Buckets(first_bytes=Buckets.bytes)
-        backend = backend_called(self.backend)
-        return backend.buckets if self.ranks_per_host is None else backend.buckets_between
+        return self._backend.buckets if self.ranks_per_host is None else self._backend.buckets_between
+
+    @property
+    def _backend(self) -> Backend:
+        """Return what moves the tensors: what the profile names, or the usual backend of such devices."""
+        return backend_called(self.backend) if self.backend else usual_backend(self.device_type)
 
     @cached_property
     def _flops(self) -> dict[str, float]:

@@ -6,6 +6,7 @@ one. What the backward gathers again is joined in no more memory than another co
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -43,9 +44,14 @@ def in_buckets(entering: Sequence[EnteringParameter], limit_bytes: int, first_by
     """Return the buckets, as rising numbers of what enters, in the order in which they begin.
 
     ``entering`` is in the order of the program. The backward comes to it from its end, and so do buckets begin, each
-    when its first member is there. The one that is filled first has ``first_bytes`` at most.
+    when its first member is there. The one that is filled first has ``first_bytes`` at most. The last ones are ever
+    smaller, since nothing is left to compute beside the very last: each has at most half of what is still to come, or
+    ``first_bytes``.
     """
     groups: list[list[int]] = []
+    coming = Counter[Hashable]()  # the bytes that are still to be joined
+    for one in entering:
+        coming[one.alike] += one.bytes if one.bytes * _ALONE <= limit_bytes else 0
     filling: dict[Hashable, list[int]] = {}
     room: dict[Hashable, int] = {}  # the bytes that still fit
     for number in reversed(range(len(entering))):
@@ -56,11 +62,13 @@ def in_buckets(entering: Sequence[EnteringParameter], limit_bytes: int, first_by
         # A parameter that enters twice, as to two layouts that differ in units alone, has no two places in a bucket.
         twice = any(entering[member].parameter == one.parameter for member in filling.get(one.alike, ()))
         if one.alike not in filling or twice or one.bytes > room[one.alike]:
-            room[one.alike] = limit_bytes if one.alike in filling else min(first_bytes, limit_bytes)
+            most_bytes = max(first_bytes, coming[one.alike] // 2) if one.alike in filling else first_bytes
+            room[one.alike] = min(most_bytes, limit_bytes)
             filling[one.alike] = []
             groups.append(filling[one.alike])
         filling[one.alike].insert(0, number)
         room[one.alike] -= one.bytes
+        coming[one.alike] -= one.bytes
     return sorted(groups, key=lambda members: -members[0])
 
 
