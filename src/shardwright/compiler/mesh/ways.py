@@ -48,10 +48,11 @@ class Change:
 
 @dataclass(frozen=True)
 class Way:
-    """The collectives of a change of layout.
+    """The collectives of a change of layout, in the order of the steps.
 
     ``copies`` says whether the value then lies in memory of its own, ``alone`` whether nothing is summed, ``enters``
-    whether nothing happens but that the gradient is summed.
+    whether nothing happens but that the gradient is summed. ``early`` are how many of forward and of backward are of an
+    all-gather with which it begins, or of the sum of the gradient before that.
     """
 
     forward: tuple[Part, ...]
@@ -59,6 +60,7 @@ class Way:
     copies: bool
     alone: bool
     enters: bool
+    early: tuple[int, int]
 
 
 @lru_cache(maxsize=1 << 18)
@@ -70,20 +72,29 @@ def way_of(change: Change, sizes: tuple[int, ...]) -> Way:
     route = _route(change)
     forward: list[Part] = []
     backward: list[Part] = []
+    sum_at = enter_at = -1
+    cuts = [math.prod([sizes[axis] for axis in stage]) for stage in route.stages]
     if route.summed or route.entered:
-        cuts = [math.prod([sizes[axis] for axis in stage]) for stage in route.stages]
         sum_at, enter_at = where_to_sum([-parts for parts in cuts], route.moves, _names(route.summed))
-        forward += [("all_reduce", route.summed, cuts[sum_at])] if route.summed else []
-        backward += [("all_reduce", route.entered, cuts[enter_at])] if route.entered else []
-    for move, axes, held in zip(route.moves, route.axes, route.held, strict=True):
-        divisor = math.prod([sizes[axis] for axis in held]) // math.prod([sizes[axis] for axis in axes])
-        if move.kind in COLLECTIVES:
-            forward.append((COLLECTIVES[move.kind], axes, divisor))
-        if move.adjoint in COLLECTIVES:
-            backward.append((COLLECTIVES[move.adjoint], axes, divisor))
+    early = 0, 0
+    for at, stage_parts in enumerate(cuts):
+        if route.summed and at == sum_at:
+            forward.append(("all_reduce", route.summed, stage_parts))
+        if route.entered and at == enter_at:
+            backward.append(("all_reduce", route.entered, stage_parts))
+        if at < len(route.moves):
+            move, axes, held = route.moves[at], route.axes[at], route.held[at]
+            divisor = math.prod([sizes[axis] for axis in held]) // math.prod([sizes[axis] for axis in axes])
+            if move.kind in COLLECTIVES:
+                forward.append((COLLECTIVES[move.kind], axes, divisor))
+            if move.adjoint in COLLECTIVES:
+                backward.append((COLLECTIVES[move.adjoint], axes, divisor))
+        if at == 0 and not route.summed:
+            gathers = bool(route.moves) and route.moves[0].kind == "all_gather"
+            early = (len(forward), len(backward)) if gathers else (0, int(enter_at == 0))
     copies = bool(route.moves or route.summed)
     alone = not route.summed and all(move.kind != "reduce_scatter" for move in route.moves)
-    return Way(tuple(forward), tuple(backward), copies, alone, bool(route.entered) and not copies)
+    return Way(tuple(forward), tuple(backward), copies, alone, bool(route.entered) and not copies, early)
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def sharded(rows=ROWS, hardware=H100, recompute=(), again=None, between=nn.Ident
 
 def of_a_layer(prices):
     """Seconds to gather a parameter, and to reduce and scatter its gradient."""
-    moved = next(moved for moved in prices.transfers if moved.begins_early)
+    moved = next(moved for moved in prices.transfers if moved.early_forward_s)
     return moved.forward_s, moved.gradient_s
 
 

@@ -64,7 +64,7 @@ def test_a_table_that_is_read_first_counts_whole_in_the_bound(tied):
     sums = Seconds(hardware).hiding(PerDirection(1.0, 1.0))
     table = next(value for value in capture.of_kind("parameter") if value.label == "table.weight")
     whole = Prices(make_plan(capture, PlanRequest(Mesh.of(d=16), "data", hardware=hardware)), hardware)
-    moved = next(moved for moved in whole.moved if moved.cause == "table.weight" and moved.begins_early)
+    moved = next(moved for moved in whole.moved if moved.cause == "table.weight" and moved.early_gradient_s)
     assert moved.overlaps == tied
     assert sums.before_first(RuledGraph.of(capture)) < 1e-3
     assert table.read_first != tied

@@ -120,6 +120,15 @@ def overlaps(value: Value, *, shared: bool) -> bool:
     return not value.read_first and (value.of_parameter if shared else value.begins_early)
 
 
+def early_steps(steps: Sequence[Step]) -> int:
+    """Return how many steps of what `overlaps` do: up to the first all-gather, unless other steps come before it.
+
+    The gradient's sum over replicas stands before that. What comes behind it follows at once, forward and backward.
+    """
+    first = 1 if enters(steps[:1]) else 0
+    return first + 1 if steps[first : first + 1] and steps[first].kind == "all_gather" else first
+
+
 def forward_beside(value: Value) -> Beside:
     """Return beside what a value that `overlaps` is brought to a target: what has no gradient may be brought again."""
     return "forward" if value.needs_gradient else "either"
@@ -185,8 +194,9 @@ class Seconds:
 
     Of the forward of a step, P seconds are communication that may go on beside computing, and C seconds the computing
     beside which it may (`RuledGraph.before_last_gather`); so are P' and C' of its backward. Where the hardware
-    prefetches, P and P' are all communication of parameters and their gradients; elsewhere P is nothing, and P' the
-    reduction of gradients in buckets. C' has what is recomputed.
+    prefetches, P and P' are the communication of parameters and their gradients that programs begin early, and wait for
+    late (`early_steps`); elsewhere P is nothing, and P' the reduction of gradients in buckets. C' has what is
+    recomputed.
     Both go on at once for at most min(P, C) + min(P', C') seconds, and the hardware hides a share of that time
     (`Hardware.hides_gradients`, here h). So whatever the order in which a program does what it does, a step takes
 
@@ -290,12 +300,15 @@ class Seconds:
     def transfer(self, value: Value, steps: Sequence[Step], mesh: Mesh) -> float:
         # The gradients of replicated parameters share a few collectives (lower.passes): each pays for its bytes alone.
         shared = reduced_in_buckets(value, steps)
-        overlap, found = overlaps(value, shared=shared), [value.collectives(step, mesh) for step in steps]
-        there = [collective for collective, _ in found if collective]
-        seconds = self._sum(there, mesh, shared=shared, beside=forward_beside(value) if overlap else None)
-        if value.needs_gradient:
-            back = [collective for _, collective in found if collective]
-            seconds += self._sum(back, mesh, shared=shared, beside="backward" if overlap else None)
+        early = early_steps(steps) if overlaps(value, shared=shared) else 0
+        seconds = 0.0
+        for at, step in enumerate(steps):
+            there, back = value.collectives(step, mesh)
+            if there:
+                beside = forward_beside(value) if at < early else None
+                seconds += self.collective(there, mesh, shared=shared, beside=beside)
+            if back and value.needs_gradient:
+                seconds += self.collective(back, mesh, shared=shared, beside="backward" if at < early else None)
         return seconds
 
     def leaf(self, value: Value, layout: Layout, mesh: Mesh) -> float:

@@ -87,6 +87,7 @@ class Ways:
         self.forward = np.zeros((1024, PARTS), dtype=np.int32)
         self.backward = np.zeros((1024, PARTS), dtype=np.int32)
         self.flags = np.zeros((1024, 3), dtype=bool)
+        self.early = np.zeros((1024, 2), dtype=np.int32)
 
     def moves(self, shape: tuple[int, ...], layouts: Sequence[Layout], targets: Sequence[Target]) -> MoveFlags:
         """Return what each way does to a value of this shape."""
@@ -175,9 +176,11 @@ class Ways:
             self.forward = np.concatenate([self.forward, np.zeros_like(self.forward)])
             self.backward = np.concatenate([self.backward, np.zeros_like(self.backward)])
             self.flags = np.concatenate([self.flags, np.zeros_like(self.flags)])
+            self.early = np.concatenate([self.early, np.zeros_like(self.early)])
         for rows, parts in ((self.forward, way.forward), (self.backward, way.backward)):
             rows[number, : len(parts)] = [self._part(part, axes) for part in parts]
         self.flags[number] = way.copies, way.alone, way.enters
+        self.early[number] = way.early
 
     def _part(self, part: Part, axes: Sequence[int]) -> int:
         kind, along, divisor = part
@@ -243,11 +246,12 @@ class Pairs:
         """Return the cost of ways for a value, by the axes of the dims that each leaves as they are."""
         overlap = overlaps(value, shared=False)
         beside = forward_beside(value) if overlap else None
-        costs = self._sums(self.ways.forward[ways], staying, value.bytes, beside=beside)
+        early = self.ways.early[ways]
+        costs = self._both(self.ways.forward[ways], early[:, 0], staying, value.bytes, beside=beside)
         if value.needs_gradient:
             size, summed = value.bytes, value.bytes // value.dtype.itemsize * value.reduced_itemsize
             beside = "backward" if overlap else None
-            costs += self._sums(self.ways.backward[ways], staying, size, summed, beside=beside)
+            costs += self._both(self.ways.backward[ways], early[:, 1], staying, size, summed, beside=beside)
             enters = self.ways.flags[ways, 2] & value.of_parameter
             if enters.any():  # such gradients share a few collectives
                 backward = self.ways.backward[ways[enters]]
@@ -259,6 +263,24 @@ class Pairs:
     def _summing(self) -> Flags:
         """Return which kinds of parts are sums."""
         return np.array([kind in SUMS for kind, _, _ in self.ways.kinds])
+
+    def _both(
+        self,
+        parts: npt.NDArray[np.int32],
+        early: npt.NDArray[np.int32],
+        staying: Numbers,
+        size: int,
+        summed: int | None = None,
+        *,
+        beside: Beside | None = None,
+    ) -> Costs:
+        """Return the cost of the parts of each way, of which the first ``early`` may go on beside computing."""
+        if beside is None:
+            return self._sums(parts, staying, size, summed)
+        is_early = np.arange(parts.shape[1]) < early[:, None]
+        costs = self._sums(np.where(is_early, parts, 0), staying, size, summed, beside=beside)
+        late = np.where(is_early, 0, parts)
+        return costs + self._sums(late, staying, size, summed) if late.any() else costs
 
     def _sums(
         self,

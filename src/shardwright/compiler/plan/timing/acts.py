@@ -19,7 +19,7 @@ from functools import cached_property
 
 from shardwright.compiler.capture.ir import Node
 from shardwright.compiler.plan.decisions import Transfer
-from shardwright.compiler.plan.pricing.cost import ON_THE_WAY, once_more
+from shardwright.compiler.plan.pricing.cost import ON_THE_WAY, early_steps
 from shardwright.compiler.plan.pricing.joined import EnteringParameter, entering_alike, in_buckets
 from shardwright.compiler.plan.pricing.memory import Block, Blocks, local_bytes
 from shardwright.compiler.plan.timing.costs import Communication, Costs
@@ -76,24 +76,13 @@ class StepActs:
     def _brought(self, moving: Moving, operator: str, *, backward: bool) -> Iterator[Act]:
         """Yield how a value is brought to its target, once."""
         transfer, moved = moving
-        early_s = self._early_s(transfer)[0]
-        if early_s:
+        if early_s := moved.early_forward_s:
             yield awaits(Begun(Work("communicating", backward, operator, early_s), self._made_bytes(transfer)))
         yield from _some("communicating", backward, operator, moved.forward_s - early_s)
 
-    def _early_s(self, transfer: Transfer) -> tuple[float, float]:
-        """Return the seconds of what begins early of a transfer, and of its gradient: of its first step, or nothing."""
-        costs, value = self._costs, self._plan.capture.values[transfer.value]
-        first = transfer.steps[:1]
-        if not (first and first[0].kind == "all_gather" and costs.hardware.prefetches and value.begins_early):
-            return 0.0, 0.0
-        forward_s = costs.objective.transfer(once_more(value), first, self._plan.mesh)
-        if not transfer.gradient or first[0].adjoint != "reduce_scatter":
-            return forward_s, 0.0
-        return forward_s, costs.objective.transfer(value, first, self._plan.mesh) - forward_s
-
     def _made_bytes(self, transfer: Transfer) -> int:
-        return local_bytes(self._plan.capture.values[transfer.value], transfer.steps[0].after, self._plan.mesh)
+        gathered = transfer.steps[early_steps(transfer.steps) - 1].after
+        return local_bytes(self._plan.capture.values[transfer.value], gathered, self._plan.mesh)
 
     @cached_property
     def _coming(self) -> Mapping[str, Sequence[Moving]]:
@@ -110,7 +99,7 @@ class StepActs:
     def _most_bytes(self) -> int:
         """The bytes of the parameters of a layer that are gathered, or of the largest."""
         sizes = {
-            name: [self._made_bytes(transfer) for transfer, _ in coming if self._early_s(transfer)[0]]
+            name: [self._made_bytes(transfer) for transfer, moved in coming if moved.early_forward_s]
             for name, coming in self._coming.items()
         }
         layers = self._plan.graph.once(Blocks).repeated() if any(sizes.values()) else ()
@@ -171,7 +160,7 @@ class StepActs:
             if bucket := self._buckets.get(id(transfer)):
                 yield begins(Begun(Work("communicating", True, operator, bucket)))
             return
-        late_s = self._early_s(transfer)[1]
+        late_s = moved.early_gradient_s if moved.early_forward_s else 0.0
         yield from _some("communicating", True, operator, moved.gradient_s - late_s)
         if late_s:
             late = Begun(Work("communicating", True, operator, late_s), self._made_bytes(transfer))

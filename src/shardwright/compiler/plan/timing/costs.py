@@ -9,7 +9,7 @@ from functools import cached_property
 from shardwright.compiler.capture.ir import Node
 from shardwright.compiler.mesh.redistribute import Collective
 from shardwright.compiler.plan.decisions import Decisions, Transfer
-from shardwright.compiler.plan.pricing.cost import Seconds, once_more, overlaps, reduced_in_buckets
+from shardwright.compiler.plan.pricing.cost import Seconds, early_steps, once_more, overlaps, reduced_in_buckets
 from shardwright.compiler.plan.pricing.hardware import Hardware
 
 
@@ -28,8 +28,9 @@ class Communication:
     again_s: float = 0.0  # and those of what the backward repeats of it
     value: str | None = None  # the value that a transfer brings to its target
     in_buckets: bool = False  # gradients of replicated parameters, which are reduced beside the backward
-    begins_early: bool = False
-    overlaps: bool = False  # whether a search counts it as what may go on beside computing
+    early_forward_s: float = 0.0  # of the forward, what programs begin before it is needed
+    early_gradient_s: float = 0.0  # of the gradient, what they wait for later
+    overlaps: bool = False  # whether a search counts both as what may go on beside computing
 
     @property
     def gradient_s(self) -> float:
@@ -90,6 +91,9 @@ class Costs:
         forward_s = self.objective.transfer(once_more(value), transfer.steps, plan.mesh)
         again_s = plan.repeats(transfer) * forward_s
         shared = reduced_in_buckets(value, transfer.steps)
+        early = transfer.steps[: early_steps(transfer.steps)]
+        early = early if shared or (value.begins_early and self.hardware.prefetches) else ()
+        early_forward_s = self.objective.transfer(once_more(value), early, plan.mesh)
         return Communication(
             tuple(dict.fromkeys(f"{priced.collective.kind} {priced.direction}" for priced in found)),
             _axes([priced.collective for priced in found]),
@@ -102,8 +106,9 @@ class Costs:
             again_s,
             transfer.value,
             in_buckets=shared and value.kind == "parameter",
-            begins_early=value.begins_early,
-            overlaps=overlaps(value, shared=shared) and (shared or self.hardware.prefetches),
+            early_forward_s=early_forward_s,
+            early_gradient_s=self.objective.transfer(value, early, plan.mesh) - early_forward_s,
+            overlaps=overlaps(value, shared=shared) and bool(early),
         )
 
     @property

@@ -72,12 +72,12 @@ class Prices(Costs):
     def overlapping_s(self) -> PerDirection:
         """P and P' of `Seconds`: seconds of the communication that may go on beside computing."""
         forward = backward = 0.0
-        for moved in self.transfers:
+        for transfer, moved in self.moving:
+            again_s = self.plan.repeats(transfer) * moved.early_forward_s
             if moved.overlaps:
-                forward += moved.forward_s
-                backward += moved.seconds - moved.forward_s
-            elif moved.begins_early and self.hardware.prefetches:
-                backward += moved.again_s
+                forward += moved.early_forward_s
+                backward += moved.early_gradient_s
+            backward += again_s
         return PerDirection(forward, backward)
 
     @property
