@@ -78,7 +78,7 @@ def _refuse_incomplete(plan: Decisions) -> None:
         if len(axes) != len(rule.factors) or not {i for i, cut in enumerate(axes) if cut} <= set(rule.splittable):
             raise PlanError(f"the plan was made with another rule of {node.op} than {rule}; plan again")
         for at, other in rule.along.items():
-            if not set(axes[at]) <= set(axes[other]):
+            if rule.factors[at].kind != "sum" and not set(axes[at]) <= set(axes[other]):
                 here, there = rule.factors[at].name, rule.factors[other].name
                 raise PlanError(
                     f"the plan splits {here} of {node.name} over {', '.join(axes[at])}, and {there}, which it is split "
@@ -90,11 +90,9 @@ def _axes(plan: Decisions) -> Iterator[tuple[str, tuple[str, ...]]]:
     for name, layout in (*plan.leaves.items(), *plan.outputs.items()):
         yield name, (*(axis for split in layout.dims for axis in split.axes), *layout.partial)
     for name, strategy in plan.strategies.items():
-        along = plan.graph.rules[name].along
-        yield (
-            name,
-            (*(axis for at, axes in enumerate(strategy.axes) if at not in along for axis in axes), *strategy.partial),
-        )
+        rule = plan.graph.rules[name]
+        cuts = ((axis, rule.shared(at, strategy)) for at, axes in enumerate(strategy.axes) for axis in axes)
+        yield name, (*(axis for axis, shared in cuts if axis not in shared), *strategy.partial)
 
 
 def _refuse_axes(plan: Decisions, name: str, axes: tuple[str, ...]) -> None:

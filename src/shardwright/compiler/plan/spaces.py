@@ -148,7 +148,7 @@ def _slices_of_factors(pin: Pin, rule: OpRule) -> dict[str, int]:
 
 
 def _axes_of_factors(slices: dict[str, int], rule: OpRule, mesh: Mesh) -> dict[str, tuple[str, ...]]:
-    along = {rule.factors[at].name: rule.factors[at].along for at in rule.along}
+    along = {rule.factors[at].name: rule.factors[at] for at in rule.along}
     alone = {name: number for name, number in slices.items() if name not in along}
     needed = math.prod(alone.values())
     if needed > mesh.size:
@@ -165,7 +165,9 @@ def _axes_of_factors(slices: dict[str, int], rule: OpRule, mesh: Mesh) -> dict[s
             free = [axis for axis in free if axis not in taken[name]]
     for name, number in slices.items():
         if name in along:
-            taken[name] = _leading_axes(taken.get(along[name], ()), number, mesh)
+            others = free if along[name].kind == "sum" else ()
+            taken[name] = mesh.ordered(_leading_axes((*taken.get(along[name].along, ()), *others), number, mesh))
+            free = [axis for axis in free if axis not in taken[name]]
     return taken
 
 

@@ -14,6 +14,8 @@ nothing else. An axis splits one factor, or two where one is split along with th
     name&      splitting it takes a collective inside the operator, which makes the results that do not name it whole
     name&of    it is split only along with the factor ``of``, over the same axes: each rank holds its parts of both, and
                communicates inside the operator (written in each place where the name stands)
+    name+&of   both: over axes that split ``of``, too, ranks communicate inside the operator; over others it is split
+               alone, and leaves the results partial
     name^      it may not be split
     (a b)      a merged dim, a being the major factor; only the first factor above size 1 can be split
     *          any number of dims, aligned to the right; dims of size 1 broadcast and are not split
@@ -60,7 +62,8 @@ class Operand:
 class Factor:
     """One loop of an operator: its global size, and how it may be split: not at all if ``frozen``.
 
-    Where ``along`` names another factor, it is split over axes that split that one, too.
+    Where ``along`` names another factor, it is split over axes that split that one, too; one that is summed may also be
+    split alone.
     """
 
     name: str
@@ -107,7 +110,8 @@ class OpRule:
         """The positions of the factors that a strategy may give axes to."""
         minor = {name for dims in (*self.operands, *self.results) for dim in dims for name in dim[1:]}
         found = {f.name: f for f in self.factors if f.kind != "frozen" and f.name not in minor and f.size > 1}
-        return tuple(i for i, f in enumerate(self.factors) if f.name in found and (not f.along or f.along in found))
+        alone = {name for name, f in found.items() if not f.along or f.along in found or f.kind == "sum"}
+        return tuple(i for i, f in enumerate(self.factors) if f.name in alone)
 
     @cached_property
     def along(self) -> dict[int, int]:
@@ -115,17 +119,29 @@ class OpRule:
         positions = {factor.name: at for at, factor in enumerate(self.factors)}
         return {at: positions[factor.along] for at, factor in enumerate(self.factors) if factor.along}
 
+    @cached_property
+    def ways(self) -> tuple[tuple[int, ...], ...]:
+        """The positions of the factors that one axis may split together: one alone, or one along with another."""
+        alone = [(at,) for at in self.splittable if at not in self.along or self.factors[at].kind == "sum"]
+        together = ((at, of) for at, of in self.along.items() if at in self.splittable and of in self.splittable)
+        return (*alone, *together)
+
+    def shared(self, at: int, strategy: Strategy) -> tuple[str, ...]:
+        """Return the axes of a factor that split the one, too, that it is split along with."""
+        others = strategy.axes[self.along[at]] if at in self.along else ()
+        return tuple(axis for axis in strategy.axes[at] if axis in others)
+
     def divides(self, at: int, axes: Sequence[str], mesh: Mesh) -> bool:
-        """Return whether the factor at a position, and the one that it is split along with, divide over some axes."""
-        sizes = [self.factors[i].size for i in (at, self.along.get(at, at))]
-        return not any(size % mesh.extent(axes) for size in sizes)
+        """Return whether the factor at a position, and one that it is split only along with, divide over some axes."""
+        together = (at,) if self.factors[at].kind == "sum" else (at, self.along.get(at, at))
+        return not any(self.factors[i].size % mesh.extent(axes) for i in together)
 
     def most_parts(self, devices: int) -> int:
         """No strategy with even parts shares the operator among more of so many devices, on whichever mesh of them.
 
         A factor is cut into as many parts as some axes together have ranks, which divides its size and the devices.
         """
-        own = [self.factors[i] for i in self.splittable if i not in self.along]
+        own = [self.factors[way[0]] for way in self.ways if len(way) == 1]
         return min(devices, math.prod(math.gcd(factor.size, devices) for factor in own))
 
     @cached_property
@@ -163,7 +179,8 @@ class OpRule:
         """Return the layout of result ``index`` when every operand is laid out as `operand_layout` says."""
         partial = [*strategy.partial] if index in self.linear_results else []
         for at in self._summed_for[index]:
-            partial += strategy.axes[at]
+            inside = self.shared(at, strategy)
+            partial += [axis for axis in strategy.axes[at] if axis not in inside]
         return _layout(self._of_results[index], strategy, mesh.ordered(partial))
 
     def operand_gradient_partial(self, index: int, strategy: Strategy, mesh: Mesh) -> tuple[str, ...]:
@@ -181,15 +198,15 @@ class OpRule:
 
     def merged_axes(self, strategy: Strategy, mesh: Mesh) -> tuple[str, ...]:
         """The axes along which the operator communicates inside itself."""
-        factors = zip(self.factors, strategy.axes, strict=True)
-        return mesh.ordered(axis for factor, axes in factors if factor.kind == "merged" for axis in axes)
+        merged = [axis for at, f in enumerate(self.factors) if f.kind == "merged" for axis in strategy.axes[at]]
+        return mesh.ordered({*merged, *(axis for at in self.along for axis in self.shared(at, strategy))})
 
     def replicated(self) -> Strategy:
         """The strategy that splits nothing."""
         return Strategy(((),) * len(self.factors))
 
     def strategy(self, assignment: Mapping[str, Sequence[str]], partial: Sequence[str] = ()) -> Strategy:
-        """A strategy from factor names; a factor that is split along with another gives its axes to that one, too.
+        """A strategy from factor names; a factor that is split only along with another gives it its axes, too.
 
         Raises:
             StrategyError: where a factor is unknown or may not be split, or an axis is used twice.
@@ -199,7 +216,8 @@ class OpRule:
         for factor in self.factors:
             if given := joined.get(factor.name, ()) if factor.along else ():
                 others: tuple[str, ...] = joined.get(factor.along, ())
-                joined[factor.along] = (*others, *(axis for axis in given if axis not in others))
+                if factor.kind != "sum":
+                    joined[factor.along] = (*others, *(axis for axis in given if axis not in others))
                 assignment = {**assignment, factor.along: [axis for axis in others if axis not in given]}
         used = [axis for axes in assignment.values() for axis in axes] + list(partial)
         if len(set(used)) != len(used):
@@ -214,22 +232,22 @@ class OpRule:
 
         Axes on one factor stand in mesh order. The replicated strategy comes first.
         """
-        choices: list[int | None] = [None, *self.splittable]
+        choices: list[tuple[int, ...]] = [(), *self.ways]
         if partial and self.linear_operands:
-            choices.append(-1)
+            choices.append((-1,))
         names = mesh.names
         for chosen in itertools.product(choices, repeat=len(names)):
-            cut: dict[int | None, tuple[str, ...]] = {}
-            for axis, at in zip(names, chosen, strict=True):
-                for each in (at,) if at not in self.along else (at, self.along[at]):
-                    cut[each] = (*cut.get(each, ()), axis)
+            cut: dict[int, tuple[str, ...]] = {}
+            for axis, way in zip(names, chosen, strict=True):
+                for at in way:
+                    cut[at] = (*cut.get(at, ()), axis)
             axes = tuple([cut.get(at, ()) for at in range(len(self.factors))])
             if all(factor.size % mesh.extent(of) == 0 for factor, of in zip(self.factors, axes, strict=True) if of):
                 yield Strategy(axes, cut.get(-1, ()))
 
     def __str__(self) -> str:
         mark = {"free": "", "sum": "+", "merged": "&", "frozen": "^"}
-        kinds = {factor.name: mark[factor.kind] + factor.along for factor in self.factors}
+        kinds = {f.name: mark[f.kind] + ("&" if f.along and f.kind == "sum" else "") + f.along for f in self.factors}
 
         def side(tensors: tuple[Dims, ...], linear: frozenset[int], added: frozenset[int] = frozenset()) -> str:
             texts = []
@@ -379,7 +397,7 @@ def _parse_term(text: str, kinds: dict[str, FactorKind], along: dict[str, str], 
             dims.append(())
         else:
             marked, _, of = token.partition("&")
-            token = f"{marked}&" if of else token
+            token = (marked if marked.endswith("+") else f"{marked}&") if of else token
             name = token.rstrip("+&^")
             if (
                 not (name == "*" or name.isidentifier())

@@ -145,7 +145,7 @@ def _refuse_misfit(name: str, rule: str) -> None:
 
 
 def _refuse_marks(pattern: Pattern) -> None:
-    if any(kind == "merged" for _, kind in pattern.kinds):
+    if pattern.along or any(kind == "merged" for _, kind in pattern.kinds):
         raise StrategyError(
             f"the rule {pattern.text!r} has a dim with &, which takes a collective inside the operator; "
             "write ^ where that dim must stay whole"
