@@ -78,6 +78,12 @@ class Communicator(Protocol):
     def all_to_all(self, tensors: list[Tensor], axes: Axes) -> list[Tensor]:
         """Return what every member has for this rank."""
 
+    def exchange_rows(self, rows: Tensor, sent: Sequence[int], received: Sequence[int], axes: Axes) -> Tensor:
+        """Give each member its rows, ``sent`` of them one after the other, and return those that come from each.
+
+        Rows are entries of the first dim. Each member knows how many come from each other one, ``received``.
+        """
+
     def send(self, tensor: Tensor, axis: str, to: int, backward: bool = False) -> Callable[[], None]:
         """Begin to send a tensor to the rank at coordinate ``to`` of an axis; what is returned waits for the end.
 

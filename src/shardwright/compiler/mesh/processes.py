@@ -9,7 +9,7 @@ rank is. A backend that does something faster does it inside its process group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -204,6 +204,16 @@ class ProcessCommunicator:
         channel = self._channel(axes, tensors[0])
         return tensors if channel is None else list(self._exchanging(torch.stack(tensors), channel, True)().unbind())
 
+    def exchange_rows(self, rows: Tensor, sent: Sequence[int], received: Sequence[int], axes: Axes) -> Tensor:
+        channel = self._channel(axes, rows)
+        if channel is None:
+            return rows
+        brought = rows.new_empty(sum(received), *rows.shape[1:])
+        exchange = partial(dist.all_to_all_single, output_split_sizes=list(received), input_split_sizes=list(sent))
+        pair = moved(brought, channel.backend), moved(rows, channel.backend)
+        self._begin(exchange, *pair, channel=channel, at_once=True)()
+        return brought
+
     def send(self, tensor: Tensor, axis: str, to: int, backward: bool = False) -> Callable[[], None]:
         channel = self._messages(tensor, axis, backward)
         self._lockstep.answer_aside()  # a message is waited for without a time limit, after which gloo would end
@@ -322,6 +332,12 @@ class WatchedCommunicator:
 
     def all_to_all(self, tensors: list[Tensor], axes: Axes) -> list[Tensor]:
         return self._inside(b"all_to_all", self._communicator.all_to_all, tensors, axes)
+
+    def exchange_rows(self, rows: Tensor, sent: Sequence[int], received: Sequence[int], axes: Axes) -> Tensor:
+        def exchange(given: Tensor, among: Axes) -> Tensor:
+            return self._communicator.exchange_rows(given, sent, received, among)
+
+        return self._inside(b"all_to_all", exchange, rows, axes)
 
     def send(self, tensor: Tensor, axis: str, to: int, backward: bool = False) -> Callable[[], None]:
         wait = self._communicator.send(tensor, axis, to, backward)

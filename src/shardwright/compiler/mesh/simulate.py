@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import zlib
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from typing import Any, Protocol, TypeVar
@@ -43,11 +43,13 @@ class _Call:
     axes: Axes
     group: tuple[int, ...]
     tensors: list[Tensor]
+    received: tuple[int, ...] | None = None  # how many rows come from each member, where all may have others
 
     @property
     def signature(self) -> tuple[object, ...]:
         """Return what the members of the group have to agree about."""
-        return self.kind, *((tensor.dtype, tensor.shape) for tensor in self.tensors)
+        rows = 0 if self.received is None else 1
+        return self.kind, rows, *((tensor.dtype, tensor.shape[rows:]) for tensor in self.tensors)
 
     def __str__(self) -> str:
         tensors = " ".join(map(_described, self.tensors))
@@ -162,6 +164,10 @@ class SimulatedCommunicator:
     def all_to_all(self, tensors: list[Tensor], axes: Axes) -> list[Tensor]:
         return self._call("all_to_all", tensors, axes)
 
+    def exchange_rows(self, rows: Tensor, sent: Sequence[int], received: Sequence[int], axes: Axes) -> Tensor:
+        """Raises `WorldError` where other numbers of rows come than are said to."""
+        return torch.cat(self._call("all_to_all", list(torch.split(rows, list(sent))), axes, tuple(received)))
+
     def send(self, tensor: Tensor, axis: str, to: int, backward: bool = False) -> Callable[[], None]:
         """Until it is waited for, nobody writes the tensor."""
         assert self._messages is not None
@@ -184,13 +190,20 @@ class SimulatedCommunicator:
         shifted, wait = self._call("shift", [tensor], axes)[0], self._start("shift", tensor, axes)
         return lambda: (wait(), shifted)[1]
 
-    def _call(self, kind: CollectiveKind, tensors: list[Tensor], axes: Axes) -> list[Tensor]:
+    def _call(
+        self, kind: CollectiveKind, tensors: list[Tensor], axes: Axes, received: tuple[int, ...] | None = None
+    ) -> list[Tensor]:
         group = self.mesh.group(self.rank, axes)
         if len(group) == 1:
             return tensors
         parts = len(group) if kind == "all_gather" else 1
         self.collectives.append(Collective(kind, axes, parts * sum(tensor.nbytes for tensor in tensors)))
-        return self._wait(self.rank, _Call(kind, axes, group, [tensor.detach() for tensor in tensors]))
+        detached = [tensor.detach() for tensor in tensors]
+        found = self._wait(self.rank, _Call(kind, axes, group, detached, received))
+        if received is not None and [len(part) for part in found] != list(received):
+            came = ", ".join(str(len(part)) for part in found)
+            raise WorldError(f"rank {self.rank} was to receive {list(received)} rows of the members, and {came} came")
+        return found
 
 
 def _taken() -> threading.Lock:

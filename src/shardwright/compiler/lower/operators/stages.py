@@ -86,7 +86,8 @@ class _Microbatch:
         self.all_reduce, self.start_all_reduce = comm.all_reduce, comm.start_all_reduce
         self.all_gather, self.start_all_gather = comm.all_gather, comm.start_all_gather
         self.reduce_scatter, self.start_reduce_scatter = comm.reduce_scatter, comm.start_reduce_scatter
-        self.all_to_all, self.start_shift = comm.all_to_all, comm.start_shift
+        self.all_to_all, self.exchange_rows = comm.all_to_all, comm.exchange_rows
+        self.start_shift = comm.start_shift
         self.send, self.receive = comm.send, comm.receive
 
 
