@@ -58,7 +58,7 @@ class Draw:
 
     def strategy(self, rule: OpRule, mesh: Mesh) -> Strategy:
         """Axes, in any order, on the factors that may be split, or on partial operands."""
-        choices: list[Any] = [rule.factors[i].name for i in rule.splittable]
+        choices: list[Any] = [tuple(rule.factors[i].name for i in way) for way in rule.ways]
         choices += [None] if not choices or self.pick([False, False, True]) else []
         if rule.linear_operands:
             choices.append("partial")
@@ -68,8 +68,8 @@ class Draw:
             chosen = self.pick(choices)
             if chosen == "partial":
                 partial.append(axis)
-            elif chosen is not None:
-                assignment.setdefault(chosen, []).append(axis)
+            for name in chosen if isinstance(chosen, tuple) else ():
+                assignment.setdefault(name, []).append(axis)
         return rule.strategy(assignment, mesh.ordered(partial))
 
 
@@ -370,6 +370,14 @@ def grouped_product(d, op):
     rows, k, n, groups = d.size(), d.size(), d.size(), d.pick([1, 2, 3])
     ends = torch.sort(d.integers(rows + 1, groups)).values
     return Invocation(op, (d.x(rows, k), d.x(groups, k, n), ends))
+
+
+@case("shardwright.experts.default")
+def experts(d, op):
+    tokens, choices, count, width, inner = d.size(), d.pick([1, 2, 3]), d.pick([2, 3, 4, 8]), d.size(), d.size()
+    chosen = d.integers(d.pick([1, count, count + 1]), tokens, choices)  # all of one, and some of none
+    up, down = d.x(count, d.pick([1, 2]), inner, width), d.x(count, d.size(), inner)
+    return Invocation(op, (d.x(tokens, width), chosen, d.x(tokens, choices), up, down, d.pick(["silu", "gelu"])))
 
 
 @case("outer.default")

@@ -26,6 +26,9 @@ def bytes_moved(node: Node, capture: Capture) -> int:
     if row.view:
         return 0
     sizes = {name: capture.values[name].bytes for name in (*node.operands, *node.results)}
+    if row.between is not None:
+        itemsize = capture.values[node.operands[0]].dtype.itemsize
+        return sum(sizes.values()) + row.between(operator_of(node, capture)) * itemsize
     if row.traffic is None:
         return sum(sizes.values())
     operands, results = ([sizes[name] for name in names] for names in (node.operands, node.results))

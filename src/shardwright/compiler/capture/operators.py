@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardwright.common import signatures
+from shardwright.compiler.capture.tracing.experts import experts
 from shardwright.compiler.capture.tracing.written import ctc_losses, grouped_mm
 from shardwright.compiler.rules.register import function_of, is_function
 from shardwright.compiler.rules.table import Column, column
@@ -158,6 +159,7 @@ OPERATORS: Column[Callable[..., Any]] = column(
     ("shardwright.cross_entropy_sum", cross_entropy_sum),
     ("shardwright.cross_entropy_count", cross_entropy_count),
     ("shardwright.ctc_losses", ctc_losses),
+    ("shardwright.experts", experts),
     ("shardwright.grouped_mm", grouped_mm),
     ("shardwright.written_over", written_over),
 )

@@ -188,6 +188,16 @@ def _attention(site: Site) -> Call:
     return site.same()
 
 
+def _experts(site: Site) -> Call:
+    """Rows of the experts of members along the axes that split tokens, too; of others what is here gives nothing."""
+    members = site.mesh.group(site.rank, site.merged_axes) if site.merged_axes else (site.rank,)
+    spans = [site.operand_slice(3, member)[0] for member in members]
+    held, count = [(span.start, span.stop) for span in spans], site.operand_shape(3)[0]
+    if held == [(0, count)]:
+        return site.same()
+    return Call("kernels.experts", (*site.node.args, held, count, COMM, site.merged_axes))
+
+
 # The column of the table of operators that says how they run on local parts; the others run as they are.
 LOCALISERS: Column[Localiser] = column(
     ("view.default _unsafe_view reshape flatten unflatten squeeze", _reshape),
@@ -207,6 +217,7 @@ LOCALISERS: Column[Localiser] = column(
     ("shardwright.batch_norm_per_replica", _batch_norm_per_replica),
     ("shardwright.cross_entropy_sum", _cross_entropy),
     ("scaled_dot_product_attention", _attention),
+    ("shardwright.experts", _experts),
     *local_draws.LINES,
 )
 

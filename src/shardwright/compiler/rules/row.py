@@ -161,9 +161,9 @@ def log_probabilities(operands_bytes: Sequence[int], results_bytes: Sequence[int
 
 Rule = str | Callable[[Operator], OpRule]
 Directions = tuple[tuple[Collective, ...], tuple[Collective, ...]]  # forward and backward
-# From the mesh, the axes over which an operator merges, the local shapes of its operands, and the element size of the
-# first of them.
-Inside = Callable[[Mesh, tuple[str, ...], Sequence[Shape], int], Directions]
+# From the mesh, the axes over which an operator merges, the local shapes of its operands, the element size of the first
+# of them, and into how many parts the axes over which it sums without merging cut its work.
+Inside = Callable[[Mesh, tuple[str, ...], Sequence[Shape], int, int], Directions]
 
 
 @dataclass(frozen=True)
@@ -171,13 +171,15 @@ class InternalTensor:
     """A tensor that an operator makes inside itself and keeps for its backward.
 
     It has the shape of an operand or of a result, ``times`` as many elements; ``itemsize`` is the bytes of each, None
-    where they are those of the tensor that it is like.
+    where they are those of the tensor that it is like. It is split as that one is, or over the axes that ``split``
+    these dims of operands, together: pairs of an operand and a dim.
     """
 
     like: Literal["operand", "result"]
     index: int
     itemsize: int | None = None
     times: float = 1.0
+    split: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -233,6 +235,8 @@ class Row:
     ``differentiable``: how many of its results, from the first on, carry a gradient; None: all that are not integers.
     ``draws``: it draws random numbers, and its rule and local form see to it that they do not depend on the split.
     ``inside``: the collectives that it does where a factor marked ``&`` is split.
+    ``between``: the entries that it writes and reads between the operators that it consists of; its backward has
+    gradients of what it keeps of them.
     ``busiest``: the work of the rank that has most of it, beside the mean of all, where factors are split into so many
     parts; None: all have as much.
     ``identity``: when a graph leaves it out, as its result is its operand.
@@ -250,6 +254,7 @@ class Row:
     differentiable: int | None = None
     draws: bool = False
     inside: Inside | None = None
+    between: Callable[[Operator], int] | None = None
     busiest: Callable[[Operator, Mapping[str, int]], float] | None = None
     identity: Identity | None = None
     checks: bool = False
@@ -276,19 +281,25 @@ class Row:
         return saves.within(operator)
 
 
-def batch_statistics(mesh: Mesh, axes: tuple[str, ...], local: Sequence[Shape], itemsize: int) -> Directions:
+def batch_statistics(
+    mesh: Mesh, axes: tuple[str, ...], local: Sequence[Shape], itemsize: int, apart: int
+) -> Directions:
     """Forward, every rank gathers the mean and the summed squared deviations; backward, two sums are reduced."""
     statistics_bytes = _of_channels(local[0], itemsize)
     gathered = Collective("all_gather", axes, statistics_bytes * mesh.extent(axes))
     return (gathered,), (Collective("all_reduce", axes, statistics_bytes),)
 
 
-def running_statistics(mesh: Mesh, axes: tuple[str, ...], local: Sequence[Shape], itemsize: int) -> Directions:
+def running_statistics(
+    mesh: Mesh, axes: tuple[str, ...], local: Sequence[Shape], itemsize: int, apart: int
+) -> Directions:
     """The running mean and variance are averaged over the ranks; the normalisation itself needs no other part."""
     return (Collective("all_reduce", axes, _of_channels(local[0], itemsize)),), ()
 
 
-def class_statistics(mesh: Mesh, axes: tuple[str, ...], local: Sequence[Shape], itemsize: int) -> Directions:
+def class_statistics(
+    mesh: Mesh, axes: tuple[str, ...], local: Sequence[Shape], itemsize: int, apart: int
+) -> Directions:
     """Every rank merges two statistics of a share of the samples, and gathers one of all and the sum of each share."""
     logits = local[0]
     ranks, samples = mesh.extent(axes), logits[0] * math.prod(logits[2:])
@@ -297,7 +308,7 @@ def class_statistics(mesh: Mesh, axes: tuple[str, ...], local: Sequence[Shape], 
     return (exchanged, Collective("all_gather", axes, (share + 1) * max(itemsize, 4) * ranks)), ()
 
 
-def ring_of_keys(mesh: Mesh, axes: tuple[str, ...], local: Sequence[Shape], itemsize: int) -> Directions:
+def ring_of_keys(mesh: Mesh, axes: tuple[str, ...], local: Sequence[Shape], itemsize: int, apart: int) -> Directions:
     """Blocks of keys and values go to the next rank; backward their gradients follow, which return to their rank.
 
     The gradients are sums over the ranks, of float32 at least.

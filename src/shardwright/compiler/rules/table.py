@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from shardwright.compiler.mesh.mesh import Mesh
-from shardwright.compiler.rules import layers, views
+from shardwright.compiler.rules import experts, layers, views
 from shardwright.compiler.rules import row as facts
 from shardwright.compiler.rules.notation import Operand, OpRule, Shape, Strategy, replicated_rule
 from shardwright.compiler.rules.row import (
@@ -185,6 +185,16 @@ _ROWS: tuple[tuple[str, Row], ...] = (
     (
         "shardwright.grouped_mm transformers::grouped_mm_fallback",
         Row("~ s k+, . k+ n, . -> ~ s n", _operands(0, 1), facts.product),
+    ),
+    (
+        "shardwright.experts",
+        Row(
+            experts.RULE,
+            experts.kept_by_experts,
+            experts.products_of_experts,
+            inside=experts.exchanged_rows,
+            between=experts.between_experts,
+        ),
     ),
     ("linear", Row("~ * k+, n k+, ! n -> ~ * n", FACTORS, facts.product)),
     ("conv1d conv2d conv3d convolution", Row(layers.convolution(), _operands(0, 1), facts.convolution)),
@@ -426,4 +436,5 @@ def internal_collectives(
         raise StrategyError(f"the rule of {op} merges over {', '.join(axes)}, and its row has no column inside=")
     # Rank 0 holds the largest parts.
     local = [rule.operand_layout(i, strategy).local_shape(shape, mesh, 0) for i, shape in enumerate(operands)]
-    return inside_of(mesh, axes, local, itemsize)
+    apart = {axis for at in rule.along for axis in strategy.axes[at] if axis not in axes}
+    return inside_of(mesh, axes, local, itemsize, mesh.extent(apart))

@@ -20,6 +20,7 @@ from shardwright.compiler.lower.operators.batch_norm import batch_norm_of_replic
 from shardwright.compiler.lower.operators.batch_norm import batch_norm_per_replica as batch_norm_per_replica
 from shardwright.compiler.lower.operators.batch_norm import batch_norm_running as batch_norm_running
 from shardwright.compiler.lower.operators.batch_norm import sum_in_place as sum_in_place
+from shardwright.compiler.lower.operators.experts import experts as experts
 from shardwright.compiler.lower.operators.guard import Guard
 from shardwright.compiler.lower.operators.ring_attention import causal_attention as causal_attention
 from shardwright.compiler.lower.operators.ring_attention import ring_attention as ring_attention

@@ -15,6 +15,7 @@ is not written down here: the optimizer makes a step on a parameter of fifteen e
 from __future__ import annotations
 
 import inspect
+import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -98,7 +99,11 @@ class SavedTensors:
         for part in self.saved[node.name].internal:
             name = (node.operands if part.like == "operand" else node.results)[part.index]
             value = self.graph.capture.values[name]
-            size = local_bytes(value, layout_of(name), mesh, rank) / value.dtype.itemsize
+            if part.split:
+                layouts = [(layout_of(node.operands[index]).dims[dim]) for index, dim in part.split]
+                size = math.prod(value.shape) / mesh.extent({axis for cut in layouts for axis in cut.axes})
+            else:
+                size = local_bytes(value, layout_of(name), mesh, rank) / value.dtype.itemsize
             total += size * part.times * (part.itemsize or value.dtype.itemsize)
         return int(total)
 

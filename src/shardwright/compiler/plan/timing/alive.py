@@ -29,7 +29,7 @@ from shardwright.compiler.plan.pricing.joined import (
     repeated_gather,
     together_bytes,
 )
-from shardwright.compiler.rules.table import Column, column
+from shardwright.compiler.rules.table import Column, column, row_of
 from shardwright.distributed.gradients import BUCKET_BYTES
 
 Storage = tuple[object, ...]
@@ -122,7 +122,7 @@ class AliveBytes:
         act = _Act(node, [self._brought[id(plan.way[node.name, i])] for i in range(len(node.operands))])
         self._acts.append(act)
         inside = plan.graph.collectives_inside(node, plan.strategies[node.name], plan.mesh)
-        act.forward_bytes, act.backward_bytes = (self._buffer(way) for way in inside)
+        act.forward_bytes, act.backward_bytes = (self._buffer(way) + self._between(node) for way in inside)
         if node.name in plan.kept.views:
             self._lies.update(dict.fromkeys(node.results, act.read[0]))
             return
@@ -134,6 +134,13 @@ class AliveBytes:
                 size = self._size_of(values[name], plan.target(node, i).layout)
                 passed = PASSES_GRADIENT.of(node.op) and any(lies != LEAF for lies, _ in act.gradients)
                 act.gradients.append((act.read[i], 0 if passed else size))
+
+    def _between(self, node: Node) -> int:
+        """Return what an operator makes between those that it consists of, and their gradients: as much as it keeps."""
+        if row_of(node.op).between is None:
+            return 0
+        layouts = {name: self._plan.target(node, i).layout for i, name in enumerate(node.operands)}
+        return self._plan.kept.internal_bytes(node, layouts.__getitem__, self._plan.mesh)
 
     def _buffer(self, collectives: Sequence[Collective | None]) -> int:
         """Return what collectives take beside what they start from and result in."""
