@@ -211,13 +211,18 @@ def pin_module(capture: Capture, scope: str, request: Request) -> Capture:
 
 def _main_operators(capture: Capture, scope: str, request: Request) -> list[Node]:
     of_scope = [node for node in capture.nodes if node.scope == scope]
-    inside = [node for node in of_scope if not row_of(node.op).casts]
-    casts = {node.results[0]: node.operands[0] for node in of_scope if row_of(node.op).casts}
-    own = _own_parameters(capture, scope)
-    for node in inside:
-        taken = [name for name in (casts.get(o, o) for o in node.operands) if name in own]
+    own, taken_as = _own_parameters(capture, scope), dict[str, str]()
+    inside = []
+    for node in of_scope:
+        row = row_of(node.op)
+        if row.casts or (row.view and len(node.operands) == 1):
+            taken_as[node.results[0]] = taken_as.get(node.operands[0], node.operands[0])
+        if not row.casts:
+            inside.append(node)
+    for node in sorted(inside, key=lambda node: row_of(node.op).view):  # in order, views behind others
+        taken = [name for name in (taken_as.get(o, o) for o in node.operands) if name in own]
         if taken:
-            return [n for n in inside if n.op == node.op and taken[0] in (casts.get(o, o) for o in n.operands)]
+            return [n for n in inside if n.op == node.op and taken[0] in (taken_as.get(o, o) for o in n.operands)]
     if len({node.op for node in inside}) == 1:
         return inside
     operators = ", ".join(dict.fromkeys(node.op for node in inside)) or "none"

@@ -2,9 +2,10 @@
 
 An axis is named by the operators that read parameters, each with the weight of its flops: ``tp`` (tensor parallel)
 where most of them split a dim of the parameter over it, ``dp`` (data parallel) where most split the first dim of the
-activations, the batch, and ``cp`` (context parallel) where most split another dim of these. Where most bytes of the
-parameters are stored split over a ``dp`` axis, to be gathered for their use, it is ``fsdp`` (fully sharded). Axes of
-one role are numbered, ``dp.0`` and ``dp.1``. An axis over which nothing is split keeps its name.
+activations, the batch, ``cp`` (context parallel) where most split another dim of these, and ``ep`` (expert parallel)
+where most split experts, whether tokens are sent to them or not. Where most bytes of the parameters are stored split
+over a ``dp`` axis, to be gathered for their use, it is ``fsdp`` (fully sharded). Axes of one role are numbered,
+``dp.0`` and ``dp.1``. An axis over which nothing is split keeps its name.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def with_axis_names(plan: Plan) -> Plan:
 
 
 def axis_roles(plan: Plan) -> tuple[str, ...]:
-    """Return the role of each axis of the mesh, in its order: "dp", "fsdp", "tp" or "cp"; else the name that it has."""
+    """Return the role of each axis of the mesh, in its order: "dp", "fsdp", "tp", "cp" or "ep"; else its name."""
     flops: dict[str, Counter[str]] = {axis: Counter() for axis in plan.mesh.names}
     weights = {value.name for value in plan.capture.of_kind("parameter")}
     for node in plan.capture.nodes:
@@ -67,9 +68,11 @@ def _roles(plan: Plan, node: Node, weights: set[str]) -> Iterator[tuple[str, str
     tensors += [(dims, False) for dims in rule.results]
     of_weights = {factor for dims, is_weight in tensors if is_weight for dim in dims for factor in dim}
     batch = {factor for dims, is_weight in tensors if not is_weight for dim in dims[:1] for factor in dim}
+    experts = {axis for at in rule.along if rule.factors[at].kind == "sum" for axis in strategy.axes[at]}
+    yield from ((axis, "ep") for axis in experts)
     for factor, axes in zip(rule.factors, strategy.axes, strict=True):
         role = "tp" if factor.name in of_weights else "dp" if factor.name in batch else "cp"
-        yield from ((axis, role) for axis in axes)
+        yield from ((axis, role) for axis in axes if axis not in experts)
 
 
 def _sharded_bytes(plan: Plan) -> Counter[str]:

@@ -39,6 +39,11 @@ _KINDS = {
     "merged": "; the devices exchange inside the operator what they need of each other",
     "frozen": "",
 }
+# What is done over axes that split a factor along with another one: keys with queries, experts with tokens.
+_TOGETHER = {
+    "sum": "rows go to the devices of their experts, and results back,",
+    "merged": "blocks of them go round",
+}
 
 
 @dataclass(frozen=True)
@@ -189,12 +194,12 @@ class Explainer:
     def _words(self, node: Node, strategy: Strategy) -> Iterator[str]:
         """A sentence for each axis, or group of axes, of the mesh."""
         rule, mesh = self.plan.graph.rules[node.name], self.plan.mesh
-        for factor, axes in zip(rule.factors, strategy.axes, strict=True):
+        for at, (factor, taken) in enumerate(zip(rule.factors, strategy.axes, strict=True)):
+            where, together = ", ".join(_places(factor.name, rule, node, self.plan)), rule.shared(at, strategy)
+            axes = tuple(axis for axis in taken if axis not in together)
+            if together:
+                yield f"Of {where} each device holds its part; {_TOGETHER[factor.kind]} over {'·'.join(together)}."
             if axes:
-                where = ", ".join(_places(factor.name, rule, node, self.plan))
-                if factor.along:
-                    yield f"Of {where} each device holds its part; blocks of them go round over {'·'.join(axes)}."
-                    continue
                 parts = f"Over {'·'.join(axes)} the work is cut into {mesh.extent(axes)}"
                 yield f"{parts}: {where} (factor {factor.name}){_KINDS[factor.kind]}."
         if strategy.partial:

@@ -15,6 +15,10 @@ class Makers:
         self._reads = Counter(name for node in capture.nodes for name in node.operands)
         self._reads.update([capture.loss, *capture.aux, *capture.mutations.values()])
 
+    def of(self, name: str) -> Node | None:
+        """Return the operator that makes a value, None where there is none."""
+        return self._makers.get(name)
+
     def for_one_reader(self, name: str) -> Node | None:
         """Return the operator that makes a value which is read once, None where it is pinned or there is none."""
         maker = self._makers.get(name)
