@@ -78,6 +78,11 @@ MODELS: Mapping[str, Published] = {
     "llama_8b_128k": _llama(1, 131072, 4096, 14336, 32, 32),
     "llama_70b": _llama(256, 4096, 8192, 28672, 80, 64),
     "mixtral_8x7b": Published("MixtralForCausalLM", 64, 2048, {"num_hidden_layers": 32}),
+    "mixtral_8x22b": Published(
+        "MixtralForCausalLM", 64, 4096,
+        {"hidden_size": 6144, "intermediate_size": 16384, "num_hidden_layers": 56, "num_attention_heads": 48,
+         "num_key_value_heads": 8, "vocab_size": 32768},
+    ),
     "t5_3b": Published(
         "T5ForConditionalGeneration", 192, 512,
         {"d_model": 1024, "d_kv": 128, "d_ff": 16384, "num_layers": 24, "num_heads": 32,
