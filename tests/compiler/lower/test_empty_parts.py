@@ -155,7 +155,10 @@ def batch_of(rows):
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.parametrize("kind", ["data", "auto", "split", "recomputed", "gathered", "both"])
+@pytest.mark.parametrize(
+    "kind",
+    ["data", "split", "both", *(pytest.param(k, marks=pytest.mark.slow) for k in ("auto", "recomputed", "gathered"))],
+)
 def test_all_ranks_make_the_same_calls_and_the_numbers_are_those_of_one_device(name, kind):
     torch.manual_seed(0)
     make, loss_fn = PROGRAMS[name]
