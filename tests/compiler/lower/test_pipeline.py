@@ -297,6 +297,30 @@ def test_a_later_plan_computes_where_parameters_are_held():
     assert later.moved_between_stages == plan.moved_between_stages
 
 
+class Placed(nn.Module):
+    """A layer, in which something depends neither on the batch nor on parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x) + torch.arange(8, dtype=x.dtype))
+
+
+def test_a_stage_keeps_the_inputs_of_its_own_layers_alone():
+    def loss_fn(model, x):
+        return model(x).square().mean()
+
+    model, options = nn.Sequential(*(Placed() for _ in range(6))).double(), {"recompute": ("*",), "schedule": "gpipe"}
+    options |= {"microbatches": 2, "hardware": splitting_hardware()}
+    plan = plan_of(model, loss_fn, images()[0], Mesh.parse("pp=2"), "data", **options)
+    layers = [{node.scope for node in plan.capture.nodes if plan.stages.of.get(node.name) == at} for at in (0, 1)]
+    assert layers[0] == {"0.linear", "0", "1.linear", "1", "2.linear", "2"}
+    held = plan.memory_model.of_stage(plan, plan.optimizer, 0)
+    assert held.activations == 2 * 2 * 3 * 8 * 8  # of two microbatches what two layers are given; the batch is an input
+
+
 def test_layers_are_recomputed_until_each_stage_fits_its_memory():
     model, batch = decoder.Decoder(layers=4).double(), decoder.batch_of(4, 16)
     free = plan_of(model, decoder.loss_fn, batch, Mesh.parse("pp=2"), "data", microbatches=2)

@@ -111,11 +111,11 @@ class MemoryModel:
         stages, lying = plan.stages, self._lying(plan)
         values, ranks = plan.capture.values, plan.mesh.size // stages.microbatches
         rank = group * ranks + self._rank % ranks
-        of = {node.name: stages.of.get(node.name) for node in plan.capture.nodes}
-        names = {name for name, stage in of.items() if stage is None or stages.group(stage) == group}
+        of = _stages_of_operators(plan)
+        names = {name for name, at in of.items() if group in map(stages.group, at)}
         table = schedule(stages.schedule, stages.count, stages.microbatches, stages.total)
         saved = sum(
-            held * sum(_saved(plan, lying, {name for name in names if of[name] in (stage, None)}).values())
+            held * sum(_saved(plan, lying, {name for name in names if stage in of[name]}).values())
             for stage, held in most_held(table[group]).items()
         )
         stored = {
@@ -276,6 +276,21 @@ def _saved(plan: Decisions, lying: _Storages, among: Collection[str] | None = No
         if blocks is None or block.name in blocks:
             found.update(lying.given_to(block, plan))
     return found
+
+
+def _stages_of_operators(plan: Decisions) -> dict[str, Collection[int]]:
+    """Return the stages that do each operator: of one without a stage of its own those of its block, or else all."""
+    assert plan.stages is not None
+    every, of_block = range(plan.stages.total), dict[str, set[int]]()
+    for name, block in plan.block_of.items():
+        if name in plan.stages.of:
+            of_block.setdefault(block, set()).add(plan.stages.of[name])
+    return {
+        node.name: [plan.stages.of[node.name]]
+        if node.name in plan.stages.of
+        else of_block.get(plan.block_of.get(node.name, ""), every)
+        for node in plan.capture.nodes
+    }
 
 
 def _blocks_among(plan: Decisions, among: Collection[str]) -> set[str]:
