@@ -5,8 +5,8 @@
 Needs root: two hosts of two ranks each are network namespaces of this machine (`tests/support/hosts.py`), whose
 links ``tc`` shapes to each rate in turn. For each rate the hosts are measured as ``shardwright bench --save-profile``
 does it; then every case is trained by every way, all ways taking turns in each round. A case is a transformer (4
-layers, width 256, 8,192 words, 32 tokens a row) or a perceptron of wide layers (1024, 4096, 4096, 4096, 16), and the
-rows of its global batch.
+layers, width 256, 8,192 words, 32 tokens a row), a perceptron of wide layers (1024, 4096, 4096, 4096, 16) or a deep one
+(16 layers of 1024), and the rows of its global batch.
 
 The ways: "found", mode "auto" at the prices measured; "data", mode "data"; "tensor", pins as Megatron-LM splits, inside
 the hosts, and the batch between them; "stages", a pipeline with a stage on each host; torch's
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -52,6 +53,7 @@ from torch import nn
 from torch.nn import functional as F
 import shardwright as sw
 from shardwright.compiler.plan.pipeline.costs import StagedCosts
+from shardwright.compiler.report.plans.staged_page import staged_page
 from shardwright.compiler.plan.timing.prices import Prices
 from shardwright.compiler.plan.pricing.hardware import read_hardware
 from shardwright.runtime.programs.planner import hardware_of
@@ -67,19 +69,20 @@ if case == "transformer":
     columns, back = ((2, 1, 1), (2, 1)), ((2, 1, 2), (1, 2))
     pins = dict.fromkeys(("*.q", "*.k", "*.v", "*.up"), columns) | dict.fromkeys(("*.out", "*.down"), back)
 else:
-    wide = [1024, 4096, 4096, 4096]
+    wide = [1024, 4096, 4096, 4096] if case == "perceptron" else [1024] * 17
     hidden = [part for a, b in zip(wide, wide[1:]) for part in (nn.Linear(a, b), nn.GELU())]
-    model = nn.Sequential(*hidden, nn.Linear(4096, 16))
+    model = nn.Sequential(*hidden, nn.Linear(wide[-1], 16))
     batch = torch.randn(rows, 1024), torch.randint(16, (rows,))
-    layers = [model[0], model[2], model[4]]
+    layers = [part for part in hidden if isinstance(part, nn.Linear)]
     columns, back = ((2, 1), (2, 1)), ((2, 2), (1, 2))
-    pins = {"0": columns, "2": back, "4": columns, "6": back}
+    paired = len(layers) + len(layers) % 2  # the last layer of all is the second of a pair where one is left over
+    pins = {str(2 * at): back if at % 2 else columns for at in range(paired)}
 loss_fn = lambda model, batch: F.cross_entropy(model(batch[0]).flatten(0, -2), batch[1].flatten())
 mine = [part.chunk(world.size)[world.rank] for part in batch]
 plan = None
 if way in ("found", "data", "tensor", "stages"):
     hows = {"found": {"mode": "auto"}, "data": {"mode": "data"}, "tensor": {"mode": "semi-auto", "search": "exact"}}
-    how = (hows | {"stages": {"mode": "data", "mesh": "pp=2,dp=2", "microbatches": 4}})[way]
+    how = (hows | {"stages": {"mode": "auto", "mesh": "pp=2,ranks=2", "microbatches": 8}})[way]
     if way == "tensor":
         how |= {"pins": pins, "mesh": "dp=2,tp=2"}
     trained = sw.parallelize(model, loss_fn, batch, batch="global", hardware="hardware.json", optimizer="sgd", **how)
@@ -117,12 +120,12 @@ if world.rank == 0:
         hardware = hardware_of(world, read_hardware("hardware.json"))
         found["predicted_s"] = (Prices if plan.stages is None else StagedCosts)(plan, hardware).step_s
         found["moved_bytes"] = plan.moved_bytes()
-        found["plan"] = str(plan)
+        found["plan"] = f"{plan if plan.stages is None else staged_page(plan, hardware)}"
     json.dump(found, open(answer, "w"))
 """
 BIN = Path(sys.executable).parent
 WAYS = ("found", "data", "tensor", "stages", "ddp", "fsdp")
-CASES = (("transformer", 8), ("transformer", 64), ("perceptron", 64))
+CASES = (("transformer", 8), ("transformer", 64), ("perceptron", 64), ("deep", 256))
 
 
 class Hosts:
@@ -155,24 +158,23 @@ class Hosts:
 def measured(hosts: Hosts, case: str, rows: int, given: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """What each way took: its median over the rounds, and what was predicted of it."""
     rounds = [
-        {way: hosts.trained(case, rows, way, 0.0 if given.quick else given.seconds) for way in WAYS}
+        {way: hosts.trained(case, rows, way, 0.0 if given.quick else given.seconds) for way in given.ways}
         for _ in range(given.rounds)
     ]
-    return {way: rounds[0][way] | {"step_s": statistics.median(r[way]["step_s"] for r in rounds)} for way in WAYS}
+    return {way: rounds[0][way] | {"step_s": statistics.median(r[way]["step_s"] for r in rounds)} for way in given.ways}
 
 
 def line(megabits: int, case: str, rows: int, took: dict[str, dict[str, Any]]) -> str:
-    times = {way: took[way]["step_s"] for way in WAYS}
+    times = {way: took[way]["step_s"] for way in took}
     cells = []
-    for way in WAYS:
+    for way in took:
         said = took[way].get("predicted_s")
         cells.append(f"{times[way] * 1e3:,.0f}" + (f" ({said * 1e3:,.0f})" if said is not None else ""))
-    best = min(times[way] for way in WAYS if way != "found")
-    off = took["found"]["predicted_s"] / times["found"]
-    return (
-        f"| {megabits} | {case}, {rows} rows | {' | '.join(cells)} | {times['found'] / best:.2f} "
-        f"| {times['found'] / times['ddp']:.2f} | {off:.2f} |"
-    )
+    best = min((times[way] for way in took if way != "found"), default=math.nan)
+    found, ddp = times.get("found", math.nan), times.get("ddp", math.nan)
+    off = took["found"]["predicted_s"] / found if "found" in took else math.nan
+    figures = f"{found / best:.2f} | {found / ddp:.2f} | {off:.2f}"
+    return f"| {megabits} | {case}, {rows} rows | {' | '.join(cells)} | {figures} |"
 
 
 def main() -> None:
@@ -181,16 +183,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=15.0, help="of steps in each run, two steps at least")
     parser.add_argument("--only", default="", help="part of a case, as perceptron")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--backend", help="of all ways and of the profile, as for shardwright launch")
-    parser.add_argument("--plans", type=Path, help="a folder for the plans that were found")
+    parser.add_argument("--plans", type=Path, help="a folder for the plans")
     parser.add_argument("--quick", action="store_true")
     add_busy(parser)
     given = parser.parse_args()
     refuse_load(given.busy)
     given.rounds = 1 if given.quick else given.rounds
     print("Milliseconds of a step, predicted in brackets:\n")
-    print(f"| Mbit/s | case | {' | '.join(WAYS)} | found / best other | found / ddp | predicted / measured |")
-    print(f"| ---: | --- |{' ---: |' * (len(WAYS) + 3)}", flush=True)
+    print(f"| Mbit/s | case | {' | '.join(given.ways)} | found / best other | found / ddp | predicted / measured |")
+    print(f"| ---: | --- |{' ---: |' * (len(given.ways) + 3)}", flush=True)
     with tempfile.TemporaryDirectory() as name, host_network(2, Path(name)) as network:
         hosts = Hosts(network, Path(name), given.backend)
         for megabits in given.megabits:
@@ -202,7 +205,9 @@ def main() -> None:
                     print(line(megabits, case, rows, took), flush=True)
                     if given.plans:
                         given.plans.mkdir(exist_ok=True)
-                        (given.plans / f"{megabits}-{case}-{rows}.txt").write_text(took["found"]["plan"])
+                        for way, of in took.items():
+                            if "plan" in of:
+                                (given.plans / f"{megabits}-{case}-{rows}-{way}.txt").write_text(of["plan"])
 
 
 if __name__ == "__main__":
