@@ -195,7 +195,7 @@ class Stages:
 
     There are ``count`` groups of ranks with ``each`` stages; stage ``s`` is on group ``s % count``. ``of`` names the
     stage of each operator that depends on the batch and on parameters. Others, as the cast of a weight or a mask of
-    positions, are computed by every stage that reads them. ``schedule`` is one of `plan.pipeline.schedule`.
+    positions, are computed by every stage that reads them. ``schedule`` is one of `plan.pricing.schedule`.
 
     ``holders`` names the group that holds each parameter alone, None for a parameter that is sharded over all groups;
     of others each group holds what the plan of one stage says.

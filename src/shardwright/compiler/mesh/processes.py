@@ -73,13 +73,13 @@ class ProcessCommunicator:
         self._shared, self._lockstep = SharedGroups.of_world(), lockstep or Lockstep()
         # By the axes, whose members in rank order are the same in whichever order axes stand; until `close`.
         self._groups: dict[frozenset[str], dist.ProcessGroup] = {}
-        # For messages of the backward between stages: NCCL does all of one group in the order in which they are begun,
-        # and two stages that each send first would wait for each other.
-        self._returning: dist.ProcessGroup | None = None
         # Cached by the axes and the type of device, until `close`: groups and their backends stay.
         self._channels: dict[tuple[Axes, str], _Channel] = {}
         # Cached by the axes, the type of device and the dtype, of which numbers to sum in follow; None: in their own.
         self._sums: dict[tuple[Axes, str, torch.dtype], tuple[_Channel | None, Numbers | None]] = {}
+        # For messages of the backward between stages: NCCL does all of one group in the order in which they are begun,
+        # and two stages that each send first would wait for each other.
+        self._returning: dist.ProcessGroup | None = None
 
     def prepare(self, axes_sets: Iterable[Axes]) -> None:
         """Make the groups for these sets of axes. All ranks call it together, with the same sets in any order."""

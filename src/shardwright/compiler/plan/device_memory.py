@@ -11,10 +11,10 @@ from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.mesh.redistribute import copies
 from shardwright.compiler.plan.decisions import Decisions, Transfer
-from shardwright.compiler.plan.pipeline.schedule import most_held, schedule
 from shardwright.compiler.plan.pricing.cost import largest_inside, reduced_in_buckets
 from shardwright.compiler.plan.pricing.joined import SmallGather, in_gathers, small_gather, together_bytes
 from shardwright.compiler.plan.pricing.memory import Block, OptimizerStates, local_bytes
+from shardwright.compiler.plan.pricing.schedule import most_held, schedule
 from shardwright.compiler.plan.timing.alive import AliveBytes, SavedStorages, Storage
 from shardwright.distributed.gradients import BUCKET_BYTES
 

@@ -22,10 +22,10 @@ from shardwright.compiler.mesh.layout import Layout, Split
 from shardwright.compiler.mesh.mesh import MICROBATCHES, Axis, Link, Mesh, Stages
 from shardwright.compiler.plan.decisions import Decisions
 from shardwright.compiler.plan.device_memory import DeviceMemory, MemoryModel
-from shardwright.compiler.plan.pipeline.schedule import SCHEDULES
 from shardwright.compiler.plan.pricing.graph import RuledGraph
 from shardwright.compiler.plan.pricing.hardware import Hardware, read_hardware
 from shardwright.compiler.plan.pricing.memory import ADAMW, OptimizerStates
+from shardwright.compiler.plan.pricing.schedule import SCHEDULES
 from shardwright.compiler.plan.request import PlanRequest
 from shardwright.compiler.plan.search.choices import Choice, Space, casting_shards
 from shardwright.compiler.rules.notation import Strategy

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from shardwright.compiler.plan.pipeline.schedule import Action, StageSeconds, read_schedule, schedule, simulate
+from shardwright.compiler.plan.pricing.schedule import Action, StageSeconds, read_schedule, schedule, simulate
 from shardwright.errors import UsageError
 
 GROUPS, MICROBATCHES = range(1, 9), range(1, 17)

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shardwright.compiler.lower.operators.stages import Pipe, Shape
-from shardwright.compiler.plan.pipeline.schedule import UNDER_WAY
+from shardwright.compiler.plan.pricing.schedule import UNDER_WAY
 from shardwright.errors import UsageError
 
 

@@ -15,7 +15,7 @@ from shardwright.compiler.lower.call import Call, Name
 from shardwright.compiler.lower.pipeline.microbatches import ONCE, Placed
 from shardwright.compiler.lower.pipeline.programs import PIPE, OfStage, reading
 from shardwright.compiler.lower.program import Instruction, variables
-from shardwright.compiler.plan.pipeline.schedule import schedule
+from shardwright.compiler.plan.pricing.schedule import schedule
 
 _FIRST, _FORWARD, _LAST = range(3)
 
@@ -25,7 +25,10 @@ class InTurns(OfStage):
 
     @cached_property
     def _when(self) -> Mapping[int, tuple[int, int]]:
-        """Return when each instruction is done, by its place: first, in the forward of a microbatch, or last."""
+        """Return when each instruction is done, by its identity: first, in the forward of a microbatch, or last.
+
+        Cached, as all of this class: what is made stays, and is held.
+        """
         found: dict[int, tuple[int, int]] = {}
         behind, first = set[str](), set[str]()
         for at, placed in enumerate(self.made.placed):
@@ -50,13 +53,19 @@ class InTurns(OfStage):
 
     @cached_property
     def _loss_stage(self) -> int:
-        """Return the stage whose last instructions give the loss."""
+        """Return the stage whose last instructions give the loss.
+
+        Cached: what is made stays.
+        """
         variable = self.made.first.outputs[self.made.first.loss]
         return min(self.owners[self.made.name_of(variable, ONCE)].stages)
 
     @cached_property
     def _of_loss(self) -> list[Placed]:
-        """Return the last instructions that the loss is made by."""
+        """Return the last instructions that the loss is made by.
+
+        Cached: what is made stays.
+        """
         needed = {self.made.name_of(self.made.first.outputs[self.made.first.loss], ONCE)}
         found = []
         for placed in reversed(self.made.placed):
@@ -67,7 +76,10 @@ class InTurns(OfStage):
 
     @cached_property
     def _parts(self) -> list[str]:
-        """Return what microbatches give these instructions."""
+        """Return what microbatches give these instructions.
+
+        Cached: what is made stays.
+        """
         reads = dict.fromkeys(name for placed in self._of_loss for name in placed.instruction.reads)
         return [name for name in reads if name in self.owners and self.when(self.owners[name])[0] == _FORWARD]
 

@@ -12,10 +12,10 @@ from shardwright.compiler.mesh.mesh import MICROBATCHES, PIPELINE, Axis, Mesh
 from shardwright.compiler.mesh.redistribute import Collective, Step
 from shardwright.compiler.plan.decisions import Transfer
 from shardwright.compiler.plan.device_memory import DeviceMemory, MemoryModel
-from shardwright.compiler.plan.pipeline.schedule import Run, StageSeconds, Table, schedule, simulate
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.hardware import Hardware
 from shardwright.compiler.plan.pricing.memory import local_bytes
+from shardwright.compiler.plan.pricing.schedule import Run, StageSeconds, Table, schedule, simulate
 from shardwright.compiler.plan.timing.costs import Costs
 
 

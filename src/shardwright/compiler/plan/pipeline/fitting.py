@@ -10,9 +10,9 @@ from shardwright.compiler.mesh.mesh import PIPELINE, Stages
 from shardwright.compiler.plan.decisions import Decisions
 from shardwright.compiler.plan.device_memory import DeviceMemory
 from shardwright.compiler.plan.pipeline.cut import Limit
-from shardwright.compiler.plan.pipeline.schedule import most_held, schedule
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.memory import Block, Blocks, local_bytes
+from shardwright.compiler.plan.pricing.schedule import most_held, schedule
 from shardwright.compiler.plan.search.choices import OverBudget
 from shardwright.compiler.plan.text import held_by_kind
 

@@ -1,8 +1,8 @@
 """The search for the number of pipeline stages, and of microbatches.
 
 For each number of stages that divides the devices the ranks of a stage are planned once, by the search that plans
-without stages. Then microbatches are doubled for as long as a step gets quicker: more of them wait less, and each is
-smaller.
+without stages. Then microbatches are halved for as long as a step gets quicker: fewer of them wait longer, and each is
+larger.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _tried(graph: RuledGraph, request: PlanRequest, make: Make, count: int) -> T
     best, why = Tried(count, None, math.inf, "no number of microbatches divides the rows of a rank"), ""
     try:
         plans = StagedPlans(graph, asked, make)
-        for microbatches in [request.microbatches] if request.microbatches else plans.even_microbatches:
+        for microbatches in [request.microbatches] if request.microbatches else reversed(plans.even_microbatches):
             plan = plans.plan(microbatches)
             seconds = StagedCosts(plan, request.hardware).step_s
             if seconds >= best.seconds:

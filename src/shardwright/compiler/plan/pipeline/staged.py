@@ -21,11 +21,11 @@ from shardwright.compiler.plan.decisions import Transfer
 from shardwright.compiler.plan.pipeline.cut import Limit, cut
 from shardwright.compiler.plan.pipeline.fitting import Limits, parameters_read, within_memory
 from shardwright.compiler.plan.pipeline.linear import why_not_in_turns
-from shardwright.compiler.plan.pipeline.schedule import read_schedule, schedule_problem
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.cost import Seconds
 from shardwright.compiler.plan.pricing.graph import RuledGraph
 from shardwright.compiler.plan.pricing.memory import local_bytes
+from shardwright.compiler.plan.pricing.schedule import read_schedule, schedule_problem
 from shardwright.compiler.plan.request import PlanRequest
 from shardwright.compiler.plan.search.choices import OverBudget, data_parallel
 from shardwright.compiler.plan.spaces import fixed_leaves, output_layouts

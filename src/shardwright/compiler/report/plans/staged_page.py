@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from shardwright.common.words import in_bytes, in_thousands, in_time
 from shardwright.compiler.mesh.mesh import PIPELINE
 from shardwright.compiler.plan.pipeline.costs import StageCost, StagedCosts
-from shardwright.compiler.plan.pipeline.schedule import drawn
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.hardware import Hardware
+from shardwright.compiler.plan.pricing.schedule import drawn
 from shardwright.compiler.plan.text import joined, kinds_in_words, layers_computed_again, table, template
 from shardwright.compiler.plan.timing.throughput import Throughput
 
