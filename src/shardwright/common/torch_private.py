@@ -695,10 +695,3 @@ def acts_on_loads(module: torch.nn.Module) -> bool:
         or not type(each)._load_from_state_dict.__module__.startswith("torch.")
         for each in module.modules()
     )
-
-
-def views_into(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return where each of several tensors lies in a flat one that has them one behind the other, in C++."""
-    views: list[torch.Tensor] = torch._C._nn.unflatten_dense_tensors(flat, [*tensors])
-    # Those of nothing have lost their shape.
-    return [view if view.numel() else flat[:0].view(x.shape) for view, x in zip(views, tensors, strict=True)]

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shardwright.common.torch_private import views_into
 from shardwright.compiler.mesh.collectives import Axes, Communicator
 from shardwright.compiler.mesh.layout import chunk
 from shardwright.compiler.mesh.mesh import MICROBATCHES, PIPELINE, Axis, Mesh
@@ -306,8 +305,9 @@ def _sum(pipe: Pipe, facts: Sequence[Parameter], gradients: dict[int, Tensor]) -
     for (axes, dtype), numbers in together.items():
         flat = torch.cat([gradients[number].reshape(-1).to(dtype) for number in numbers])
         pipe.comm.all_reduce(flat, axes)
-        for number, view in zip(numbers, views_into(flat, [gradients[n] for n in numbers]), strict=True):
-            gradients[number] = view.to(gradients[number].dtype)
+        lengths = [gradients[number].numel() for number in numbers]
+        for number, piece in zip(numbers, torch.split(flat, lengths), strict=True):
+            gradients[number] = piece.view_as(gradients[number]).to(gradients[number].dtype)
 
 
 # Values from stage to stage.
