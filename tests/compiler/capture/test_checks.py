@@ -131,7 +131,7 @@ def checked(mode):
     return found
 
 
-@pytest.mark.parametrize(("ranks", "mode"), [(1, "auto"), (2, "data")])
+@pytest.mark.parametrize(("ranks", "mode"), [pytest.param(1, "auto", marks=pytest.mark.slow), (2, "data")])
 def test_a_branch_that_only_raises_raises_the_models_own_error_on_all_ranks(ranks, mode):
     for of_rank in run_ranks(ranks, checked, mode):
         for (check, (error, text)), (plain, ours, after, collectives) in zip(CHECKS.items(), of_rank, strict=True):

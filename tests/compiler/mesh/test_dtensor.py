@@ -49,7 +49,7 @@ def cut_by_dtensor(mesh):
     return checked
 
 
-@pytest.mark.parametrize("mesh", [MESH, ATOMIC], ids=str)
+@pytest.mark.parametrize("mesh", [pytest.param(MESH, marks=pytest.mark.slow), ATOMIC], ids=str)
 def test_dtensor_cuts_where_the_layout_does(mesh):
     assert run_ranks(4, cut_by_dtensor, mesh) == [27] * 4
 

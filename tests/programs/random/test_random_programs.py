@@ -88,7 +88,9 @@ def test_what_differs_is_told(monkeypatch, wrong, told):
         program.hold(SINGLE)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case.ranks in (2, 4)), id=str(case)) for case in CASES]
+)
 def test_one_program_under_every_plan(case):
     steps = (
         ("cells", "{o}, {p} = {M:nn.LSTMCell({D}, 4)}({m1}, ({m2}, {m3}))", (0, 0, 0)),
