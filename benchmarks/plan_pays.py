@@ -72,7 +72,7 @@ else:
     wide = [1024, 4096, 4096, 4096] if case == "perceptron" else [1024] * 17
     hidden = [part for a, b in zip(wide, wide[1:]) for part in (nn.Linear(a, b), nn.GELU())]
     model = nn.Sequential(*hidden, nn.Linear(wide[-1], 16))
-    batch = torch.randn(rows, 1024), torch.randint(16, (rows,))
+    batch = torch.randn(rows, wide[0]), torch.randint(16, (rows,))
     layers = [part for part in hidden if isinstance(part, nn.Linear)]
     columns, back = ((2, 1), (2, 1)), ((2, 2), (1, 2))
     paired = len(layers) + len(layers) % 2  # the last layer of all is the second of a pair where one is left over
@@ -125,7 +125,7 @@ if world.rank == 0:
 """
 BIN = Path(sys.executable).parent
 WAYS = ("found", "data", "tensor", "stages", "ddp", "fsdp")
-CASES = (("transformer", 8), ("transformer", 64), ("perceptron", 64), ("deep", 256))
+CASES = (("transformer", 8), ("transformer", 64), ("perceptron", 64), ("deep", 1024))
 
 
 class Hosts:
