@@ -36,11 +36,11 @@ def pins(tokens, experts, inner=1):
     return {EXPERTS: ((tokens, 1), (tokens, 1), (tokens, 1), (experts, 1, inner, 1), (experts, 1, inner))}
 
 
-def mixture(name):
-    """A small model of one layer, in float64 throughout: as it is, norms and routers compute in float32."""
+def mixture(name, layers=1):
+    """A small model of few layers, in float64 throughout: as it is, norms and routers compute in float32."""
     family = NAMED[name]
-    one_layer = {"num_hidden_layers": 1, "first_k_dense_replace": 0}
-    model = replace(family, config={**family.config, **one_layer}).model().double()
+    changed = {"num_hidden_layers": layers, "first_k_dense_replace": 0}
+    model = replace(family, config={**family.config, **changed}).model().double()
     for module in model.modules():
         if type(module).__name__.endswith(("RMSNorm", "Router")):
             source = textwrap.dedent(inspect.getsource(type(module).forward))
@@ -104,7 +104,10 @@ def exchanged(plan):
 )
 def test_mixtures_with_experts_on_devices_are_those_of_one(name, sizes, cut):
     model, batch = mixture(name), batch_of()
-    captured = captured_step(model, loss_fn, batch, pins(*cut))
+    for path, module in model.named_modules():  # as `pins=` has it, too
+        if path.endswith("mlp.experts"):
+            sw.shard(module, pins(*cut)[EXPERTS])
+    captured = captured_step(model, loss_fn, batch, {})
     plan = make_plan(captured, PlanRequest(Mesh.of(**sizes), "auto", "propagation"))
     layers = sum(node.op == "shardwright.experts" for node in captured.nodes)
     tokens, experts = cut[:2]
@@ -218,3 +221,13 @@ def test_processes_train_mixtures(name, ranks, backend):
         for key, expected in parameters.items():
             ours, theirs = (torch.tensor(x, dtype=torch.float64) for x in (after[key], expected))
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)
+
+
+def test_microbatches_send_their_own_rows():
+    """Experts of pipeline stages: each microbatch sends its rows among the ranks of its stage."""
+    model, batch = mixture("qwen3_moe", layers=2), batch_of()
+    captured = captured_step(model, loss_fn, batch, pins(2, 2))
+    request = PlanRequest(Mesh.parse("pp=2,ep=2"), "auto", "propagation", microbatches=2)
+    plan = make_plan(captured, request)
+    assert lower(plan, 0).source.count("kernels.experts(") == 2
+    same(gradients(run(plan, model, batch)), gradients(plain(by_loops(model), loss_fn, batch)))

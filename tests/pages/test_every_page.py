@@ -21,6 +21,7 @@ RUN_HERE = {
     "training/coming_from/accelerate.md": None,
     "training/coming_from/mindspore.md": None,
     "training/coming_from/torchrun.md": None,
+    "training/experts.md": "transformers",
     "training/lightning.md": "lightning",
     "training/starting.md": None,
     "training/transformers.md": "accelerate",

@@ -13,6 +13,7 @@ from shardwright.compiler.capture.check import check
 from shardwright.compiler.capture.convert import convert
 from shardwright.compiler.capture.ir import Capture, CaptureKey
 from shardwright.compiler.capture.pins import module_pins, pin_module
+from shardwright.compiler.capture.rewriting.experts import with_experts
 from shardwright.compiler.capture.tracing.in_place import refuse_shared_memory
 from shardwright.compiler.capture.tracing.trace import LossFunction, Trace, capture_device, trace
 from shardwright.errors import CaptureError
@@ -91,6 +92,7 @@ class Capturing:
                 "Compute it from the output of the model that the loss function is given, outside torch.no_grad()."
             )
         self._refuse_shared_memory(captured)
+        captured = with_experts(captured)  # of which a module of experts may be pinned
         for scope, request in module_pins(self._model).items():
             captured = pin_module(captured, scope, request)
         return check(captured)

@@ -18,7 +18,6 @@ import torch
 from shardwright.compiler.capture.check import check
 from shardwright.compiler.capture.ir import Capture, Filled, Node, Value
 from shardwright.compiler.capture.operators import HALF
-from shardwright.compiler.capture.rewriting.experts import with_experts
 from shardwright.compiler.capture.rewriting.joins import without_joins_of_one
 from shardwright.compiler.capture.rewriting.logits import without_wide_logits
 from shardwright.compiler.capture.rewriting.masks import lookups_as_views, without_known_masks
@@ -44,7 +43,7 @@ def rewrite(
     Args:
         filled: inputs of which each entry is known.
     """
-    summed = means_to_sums(with_experts(with_rms_norms(without_joins_of_one(capture))))
+    summed = means_to_sums(with_rms_norms(without_joins_of_one(capture)))
     rewritten = without_known_masks(lookups_as_views(without_wide_logits(summed)), filled)
     return rewritten if batch_norm == "global" else statistics_per_replica(rewritten)
 
