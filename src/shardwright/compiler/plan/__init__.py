@@ -13,7 +13,8 @@ Cost, in seconds of a step or bytes sent
             + sum over b           r_b * forward(b)             recomputation
     Each term is a method of `pricing.cost.Objective`: `Seconds` and `Bytes` are the two there are.
     Where the hardware hides communication behind computing, a step takes less than this sum (``timing/``). What is
-    minimised then are sums that are bounds of that (`pricing.cost.Seconds`), by `hidden.cheapest_with_hidden`.
+    minimised then are sums that are bounds of that (`pricing.cost.Seconds`), on each mesh several (`hidden`); plans
+    between two that were found are tried, too (`search.mixing`).
 
 Constraints
     each rank holds at most the memory limit:

@@ -3,191 +3,210 @@
 What is hidden is no sum over operators and transfers, as searches minimise. But it is no more than what the hardware
 hides of the shorter of the two, of what may overlap and of the computing beside it, in the forward and in the backward,
 and so of any mean of both. So for two weights from 0 to 1 the sums of `Seconds.hiding` are bounds of what steps take:
-the least of them is a bound of all plans. As a function of the weights a plan's sum is a plane, and the bound is where
-the lowest planes are. It has no second top, and the top is looked for by cutting planes (Kelley, *The cutting-plane
-method for solving convex programs*, 1960): of the weights at which the planes of the plans that were found allow a
-bound that is higher by half of what they allow at most, the nearest are next (Lemaréchal, Nemirovskii and Nesterov,
-*New variants of bundle methods*, 1995). The first are 1, and mostly the last ones: most plans compute for longer.
+the least of them on a mesh is a bound of all plans there, whatever the weights are on other meshes. As a function of
+the weights a plan's sum is a plane, and the bound is where the lowest planes are. It has no second top, and the top is
+looked for by cutting planes (Kelley, *The cutting-plane method for solving convex programs*, 1960): of the weights at
+which the planes of the plans that were found allow a bound that is higher by half of what they allow at most, the
+nearest are next (Lemaréchal, Nemirovskii and Nesterov, *New variants of bundle methods*, 1995). The first are 1, and on
+finer meshes the last ones of coarser: most plans compute for longer.
+
+Each mesh is looked at once. Then it is always the one with the least bound, until that is near what the best plan
+takes: where the bound is above that, nothing on a mesh is worth another look.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from shardwright.common.stages import in_stage, stage
-from shardwright.compiler.plan.decisions import Decisions
+from shardwright.compiler.mesh.mesh import Mesh
+from shardwright.compiler.plan.mesh_search import MeshSearch
+from shardwright.compiler.plan.meshes import Meshes
+from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.cost import PerDirection, Seconds
-from shardwright.compiler.plan.search.choices import OverBudget
+from shardwright.compiler.plan.pricing.graph import RuledGraph
+from shardwright.compiler.plan.request import PlanRequest
+from shardwright.compiler.plan.search.choices import Choice, OverBudget
+from shardwright.compiler.plan.search.mixing import Weighed, cheapest_between
+from shardwright.compiler.plan.searches import SEARCHES, Search, SearchName
+from shardwright.compiler.plan.text import in_unit
 from shardwright.compiler.plan.timing.prices import Prices
+from shardwright.errors import PlanError
 
-MOST_WEIGHTS = 4  # of what is hidden, for each of which a search is made
-MOST_ON_FEW = 5  # and on meshes of few axes
+MOST_WEIGHTS = 5  # of what is hidden, for each of which a search is made, on any mesh
 CLOSE_TO_BOUND = 5e-3  # a gap, as a share, that is worth no other weights
 CLOSE_TO_TOP = 0.25  # a rise of the bound, as a share of the gap, that is worth no other weights
 CLOSE_WEIGHTS = 1e-3
 WEIGHT = (0.0, 1.0)  # the least and the largest
 LEVEL = 0.5  # of what planes allow the bound to rise at most, so much is looked for
 
-P = TypeVar("P", bound=Decisions)
+
+def searched_plan(graph: RuledGraph, request: PlanRequest, search: SearchName) -> Plan:
+    """Return the plan that costs least of those that a search finds.
+
+    Where the hardware hides communication behind computing, that is the plan whose step takes least, what is hidden of
+    its communication taken off. It need not be the least of all, since nothing can be communicated before it is there,
+    nor later than it is needed; how far it may be from it is the gap.
+    """
+    row = SEARCHES[search]
+    objective = row.objective(request.hardware, request.optimizer)
+    if not (isinstance(objective, Seconds) and request.hardware.hides_gradients):
+        return Meshes(graph, request, row).plan()
+    try:
+        return HidingMeshes(graph, request, row, objective).plan()
+    except OverBudget as over:
+        return _found_without_hiding(graph, request, row, over)
 
 
-@dataclass(frozen=True)
-class Found(Generic[P]):
-    """The plan that costs least, where one costs less than what is known; what none costs less than; what was said.
+def _found_without_hiding(graph: RuledGraph, request: PlanRequest, row: Search, over: OverBudget) -> Plan:
+    """Search as if nothing were hidden, since nothing fits; where nothing does then, either, raise the error."""
+    try:
+        with stage(search="hiding nothing"):
+            found = Meshes(graph, request, row).plan()
+    except OverBudget as again:
+        raise min((again, over), key=lambda error: error.least_bytes) from None
+    return replace(found, cost=Prices(found, request.hardware).step_s - request.hardware.around_s, bound=None)
 
-    That is of all meshes, or of few axes alone where there are more: then it is not ``whole``.
+
+@dataclass
+class _OnMesh:
+    """The searches on a mesh: the weights, and what no plan on it is below at these."""
+
+    mesh: Mesh
+    heights: dict[PerDirection, float] = field(default_factory=dict)
+    is_bounded: bool = True
+
+    @property
+    def best(self) -> PerDirection:
+        """Return the weights of the largest bound."""
+        return max(self.heights, key=self.heights.__getitem__)
+
+    @property
+    def height(self) -> float:
+        """Return the largest bound."""
+        return self.heights[self.best]
+
+
+class HidingMeshes(Meshes):
+    """The meshes that are looked at for the plan whose step takes least.
+
+    Beside `Seconds.before_first` seconds of computing goes on what none of the sums has that searches minimise.
     """
 
-    plan: P | None
-    bound: float | None
-    considered: tuple[str, ...] = ()
-    whole: bool = True
+    def __init__(self, graph: RuledGraph, request: PlanRequest, row: Search, plain: Seconds) -> None:
+        super().__init__(graph, request, row, keep=True)
+        self._plain, self._hides = plain, plain.hardware.hides_gradients
+        self._more_s = self._hides * plain.before_first(graph)  # that may be hidden beside what the sums hide
+        self._weighed: list[Weighed] = []
+        self._on: dict[Mesh, _OnMesh] = {}
+        self._prices: dict[PerDirection, float] = {}  # of a byte, at which a plan was found at weights
+        self._start = PerDirection(1.0, 1.0)
+        self._objective = plain.hiding(self._start)
 
+    def look_at(self, on_meshes: Sequence[MeshSearch]) -> None:
+        """Search these meshes for plans whose steps take less, and all that there are for larger bounds."""
+        for on_mesh in on_meshes:
+            self._look_at(on_mesh, self._start)
+        while (following := self._next()) is not None:
+            mesh, weights = following
+            self._look_at(self._spaces.search(mesh, self._plain.hiding(weights)), weights)
+        if self._spaces.best is not None:
+            self._start = self._on[self._spaces.best].best
+            self._objective = self._plain.hiding(self._start)
 
-Searched = Iterator[Found[P]]
-"""What a search finds on meshes of few axes, and where there are more, next what it finds on all."""
-
-
-def cheapest_with_hidden(
-    search: Callable[[Seconds, float], Searched[P]], objective: Seconds, before_s: float = 0.0
-) -> P:
-    """The plan whose step takes least of those that are found, what is hidden of its communication taken off.
-
-    Of the bounds the largest is given, and the plan that takes least of all that were found. That need not be the least
-    of all, since nothing can be communicated before it is there, nor later than it is needed; how far it may be from it
-    is the gap.
-
-    Beside ``before_s`` seconds of computing goes on what none of these sums has (`Seconds.before_first`). Each search
-    looks for what costs less than all plans that were found before. Weights are looked for on meshes of few axes, which
-    takes little time, and then from the best of these on all.
-    """
-    return _Weighing(search, objective, before_s).cheapest()
-
-
-@dataclass(frozen=True)
-class _Weighed(Generic[P]):
-    """A plan that was found, what it costs as if nothing were hidden, and P, P', C and C' of `Seconds`."""
-
-    plan: P
-    found: P  # as the search has found it
-    cost: float
-    overlapping_s: PerDirection
-    beside_s: PerDirection
-
-    def plane(self, hides: float) -> tuple[float, float, float]:
-        """Return the cost of the plan at weights of 0, and by how much it rises with each of both."""
-        slopes = (hides * (beside - of) for of, beside in zip(self.overlapping_s, self.beside_s, strict=True))
-        return self.cost - hides * sum(self.beside_s), *slopes  # type: ignore[return-value]
-
-    def at(self, weights: PerDirection, hides: float) -> float:
-        """Return the cost of the plan at weights."""
-        least, forward, backward = self.plane(hides)
-        return least + weights.forward * forward + weights.backward * backward
-
-
-class _Weighing(Generic[P]):
-    """The searches of `cheapest_with_hidden`, and what each has found."""
-
-    def __init__(self, search: Callable[[Seconds, float], Searched[P]], objective: Seconds, before_s: float) -> None:
-        self._search, self._objective = search, objective
-        self._hides, self._before_s = objective.hardware.hides_gradients, before_s
-        self._found: list[_Weighed[P]] = []
-        self._on_few: dict[PerDirection, Searched[P]] = {}  # searches that have looked at meshes of few axes alone
-        self._heights: dict[PerDirection, float] = {}  # what no plan is below, by the weights that were looked at
-        self._on_few_heights: dict[PerDirection, float] = {}  # the same on meshes of few axes: no less than on all
-        self._bounds: list[tuple[float, tuple[str, ...]]] = []  # of all meshes, with what is said of these
-
-    def cheapest(self) -> P:
-        """Return the plan whose step takes least, with the largest bound.
-
-        Raises:
-            OverBudget: where no search has found a plan that fits.
-        """
-        over = None
-        try:
-            start = self._look_at_weights(PerDirection(1.0, 1.0), whole=False)
-            if self._on_few:
-                self._on_few_heights, self._heights = self._heights, {}
-                self._look_at_weights(start, whole=True)
-        except OverBudget as error:
-            over = error
-        if over is not None:
-            self._look_without_hiding(over)
-        best = min((one.plan for one in self._found), key=lambda plan: plan.cost or 0.0)
-        if not self._bounds:
-            return replace(best, bound=None)
-        bound, considered = max(self._bounds)
-        return replace(best, bound=min(bound, best.cost or 0.0), considered=considered)
-
-    def _least(self) -> float:
-        return min(one.plan.cost or 0.0 for one in self._found)
-
-    def _look_at_weights(self, weights: PerDirection, *, whole: bool) -> PerDirection:
-        """Look for the weights of the largest bound, on few meshes or all; return the best."""
-        for _ in range(MOST_WEIGHTS if whole else MOST_ON_FEW):
-            self._look_at(weights, whole=whole)
-            best = max(self._heights, key=lambda of: self._heights[of])
-            if not self._found:
-                return weights
-            bound, least = self._heights[best] - self._hides * self._before_s, self._least()
-            if least <= bound * (1 + CLOSE_TO_BOUND):
-                return best
-            planes = [one.plane(self._hides) for one in self._found]
-            top, height = highest(planes)[0], self._heights[best]
-            if top - height <= CLOSE_TO_TOP * (least - bound):
-                return best
-            weights = nearest(planes, height + LEVEL * (top - height), best)
-            lower = {of for of, few in self._on_few_heights.items() if few <= height}
-            if any(_are_close(weights, of) for of in lower.union(self._heights)):
-                return best
-        return best
-
-    def _look_at(self, weights: PerDirection, *, whole: bool) -> None:
-        """Search at these weights, on few meshes or all, for what costs less there than all that was found before."""
-        with stage(search=f"hiding {weights.forward:.3g}, {weights.backward:.3g}"):
-            if weights in self._on_few:
-                found = self._taken(next(self._on_few.pop(weights)))
-            else:
-                searched = self._search(self._objective.hiding(weights), self._least_at(weights))
-                found = self._taken(next(searched))
-                if not found.whole and whole:
-                    found = self._taken(next(searched))
-                elif not found.whole:
-                    self._on_few[weights] = searched
-        self._heights[weights] = self._least_at(weights) if found.bound is None else found.bound
-        if found.whole and found.bound is not None:
-            self._bounds.append((found.bound - self._hides * self._before_s, found.considered))
-
-    def _taken(self, found: Found[P]) -> Found[P]:
-        """Return what a search has found, of which the plan is kept."""
-        if found.plan is not None and all(one.found is not found.plan for one in self._found):
-            self._take(found.plan)
-        return found
-
-    def _least_at(self, weights: PerDirection) -> float:
-        return min((one.at(weights, self._hides) for one in self._found), default=math.inf)
-
-    def _look_without_hiding(self, over: OverBudget) -> None:
-        """Search as if nothing were hidden, since nothing fits; where nothing does then, either, raise the error."""
-        try:
-            with stage(search="hiding nothing"):
-                *_, found = self._search(self._objective, min((one.cost for one in self._found), default=math.inf))
-        except OverBudget as again:
-            raise min((again, over), key=lambda error: error.least_bytes) from None
-        self._taken(found)
+    def _found(self) -> Plan:
+        """Return what was found, or what lies between two plans on a mesh, where a gap is left."""
+        for mesh, of in self._on.items():
+            plans = [one for one in self._weighed if one.plan.mesh == mesh]
+            if not self._is_close(of) and len(plans) > 1:
+                self._look_between(plans, self._spaces.search(mesh, self._objective))
+        return super()._found()
 
     @in_stage("pricing")
-    def _take(self, plan: P) -> None:
+    def _look_between(self, plans: Sequence[Weighed], on_mesh: MeshSearch) -> None:
+        """Look for a plan between some of a mesh, with as many blocks recomputed as the budget asks for."""
+
+        def plan_of(choice: Choice) -> Plan:
+            if (within := on_mesh.within(choice)) is None:
+                raise PlanError("it holds more than the budget")
+            return on_mesh.plan(within)
+
+        def step_s(choice: Choice) -> float:
+            return Prices(plan_of(choice), self._plain.hardware).step_s - self._plain.hardware.around_s
+
+        choice = cheapest_between(plans, self._hides, self._least_s(), step_s)
+        if choice is not None:
+            self._take(choice, plan_of(choice))
+
+    def _is_close(self, of: _OnMesh) -> bool:
+        """Return whether no plan on a mesh takes so much less than the best that it is worth another look."""
+        return self._least_s() <= (of.height - self._more_s) * (1 + CLOSE_TO_BOUND)
+
+    def _next(self) -> tuple[Mesh, PerDirection] | None:
+        """Return the mesh with the least bound, and the next weights there; None where these are worth no search."""
+        if not self._weighed:
+            return None
+        least_s = self._least_s()
+        of = min(self._on.values(), key=lambda of: of.height)
+        if self._is_close(of) or len(of.heights) >= MOST_WEIGHTS:
+            return None
+        planes = [one.plane(self._hides) for one in self._known_on(of.mesh)]
+        if not planes:
+            return None
+        top = min(highest(planes)[0], least_s + self._more_s)
+        if top - of.height <= CLOSE_TO_TOP * (least_s + self._more_s - of.height):
+            return None
+        weights = nearest(planes, of.height + LEVEL * (top - of.height), of.best)
+        return None if any(_are_close(weights, other) for other in of.heights) else (of.mesh, weights)
+
+    def _known_on(self, mesh: Mesh) -> list[Weighed]:
+        """Return the plans that were found on a mesh, or on one of whose axes it has the parts."""
+        return [one for one in self._weighed if _refines(mesh, one.plan.mesh)]
+
+    def _look_at(self, on_mesh: MeshSearch, weights: PerDirection) -> None:
+        """Search a mesh for what costs less at these weights than the plans that are known there."""
+        known = (one.at(weights, self._hides) for one in self._known_on(on_mesh.mesh))
+        below = min([*known, self._least_s() + self._more_s])
+        on_mesh.price = self._prices.get(weights, 0.0)
+        with stage(search=f"hiding {weights.forward:.3g}, {weights.backward:.3g}"):
+            looked = self.looked_at(on_mesh, below)
+            if looked.choice is not None:
+                self._take(looked.choice, on_mesh.plan(looked.choice))
+            on_mesh.forget()
+        self._prices.setdefault(weights, looked.price)
+        of = self._on.setdefault(on_mesh.mesh, _OnMesh(on_mesh.mesh))
+        of.heights[weights] = below if looked.bound is None else looked.bound
+        of.is_bounded &= looked.bound is not None
+        self._bounds = [max(0.0, of.height - self._more_s) if of.is_bounded else None for of in self._on.values()]
+
+    def _least_s(self) -> float:
+        return math.inf if self._best is None else self._best.cost or 0.0
+
+    @in_stage("pricing")
+    def _take(self, choice: Choice, plan: Plan) -> None:
         """Keep a plan that a search has found, with what its step takes."""
-        prices = Prices(plan, self._objective.hardware)
+        prices = Prices(plan, self._plain.hardware)
         cost = prices.step_s - prices.hardware.around_s
-        self._found.append(
-            _Weighed(replace(plan, cost=cost), plan, cost + prices.hidden_s, prices.overlapping_s, prices.beside_s)
-        )
+        plan = replace(plan, cost=cost)
+        self._weighed.append(Weighed(plan, cost + prices.hidden_s, prices.overlapping_s, prices.beside_s))
+        on_mesh = min(one.plan.cost or 0.0 for one in self._weighed if one.plan.mesh == plan.mesh)
+        self._said[plan.mesh] = f"costs {in_unit(on_mesh, self._row)}"
+        if cost < self._least_s():
+            super()._take(choice, plan)
+
+
+def _refines(finer: Mesh, coarser: Mesh) -> bool:
+    """Return whether the axes of a mesh are those of another, some of them in parts.
+
+    Example:
+        >>> _refines(Mesh.of(a=2, b=4, c=8), Mesh.of(a=8, b=8)), _refines(Mesh.of(a=2, b=32), Mesh.of(a=8, b=8))
+        (True, False)
+    """
+    ends = [{*itertools.accumulate((axis.size for axis in mesh.axes), lambda a, b: a * b)} for mesh in (finer, coarser)]
+    return ends[1] <= ends[0]
 
 
 def _are_close(weights: PerDirection, others: PerDirection) -> bool:

@@ -1,7 +1,7 @@
 """The planner: from a capture and a request to a plan.
 
 Where the mode searches nothing, every operator follows the split of the batch (`choices.data_parallel`), and no search
-is imported. Else `meshes.searched_plan` searches, by the row that `searches.py` has for the search.
+is imported. Else `hidden.searched_plan` searches, by the row that `searches.py` has for the search.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _made(graph: RuledGraph, request: PlanRequest) -> Plan:
             )
     if request.searched is None:
         return data_parallel_plan(graph, request)
-    from shardwright.compiler.plan.meshes import searched_plan  # modes that search nothing load no search
+    from shardwright.compiler.plan.hidden import searched_plan  # modes that search nothing load no search
 
     _refuse_what_cannot_fit(graph, request)
     return searched_plan(graph, request, request.searched)
