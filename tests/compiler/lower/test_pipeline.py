@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 import decoder
 from shardwright.compiler.lower.lower import lower
+from shardwright.compiler.lower.operators.scheduled import _HandOut
 from shardwright.compiler.mesh.mesh import PIPELINE, Mesh
 from shardwright.compiler.plan.plan import Plan
 from shardwright.errors import PlanError, UsageError
@@ -129,6 +130,15 @@ def test_losses_whose_gradient_is_not_known_before_go_through_all_forwards_first
 
 def classifier():
     return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def test_gradients_that_are_ready_are_handed_out_once():
+    weight, loss = torch.ones(2, requires_grad=True), torch.tensor(3.0)
+    handed = _HandOut.apply(loss, [torch.tensor([1.0, 2.0])], weight)
+    (handed / 2).backward(retain_graph=True)
+    assert weight.grad.tolist() == [0.5, 1.0]
+    with pytest.raises(UsageError, match=r"were handed out before.*schedule='gpipe' for a second backward"):
+        handed.backward()
 
 
 def test_a_loss_to_which_parameters_add_something_goes_in_turns():

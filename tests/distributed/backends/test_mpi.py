@@ -66,7 +66,7 @@ def assert_exact(found):
 def test_collectives_and_training(way, ranks, tmp_path):
     found = answer(run(way, ranks, PROGRAM, "cheap", folder=tmp_path, EXAMPLES="6" if way == "mpirun" else "40"))
     assert found["world"].endswith("cpu, mpi")
-    assert found["reductions"] > 8
+    assert found["reductions"] >= 6
     assert_exact(found["exact"])
     average, bits, meta, count, whole, rows, other = found["refused"]
     assert average == (

@@ -53,7 +53,7 @@ def collectives(examples):
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=slow)])
 def test_collectives(ranks):
     for reductions, said in run_ranks(ranks, collectives, 4 if ranks == 2 else 30):
-        assert reductions > 4
+        assert reductions >= 4
         assert said == ""
 
 
