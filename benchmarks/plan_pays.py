@@ -9,8 +9,9 @@ layers, width 256, 8,192 words, 32 tokens a row), a perceptron of wide layers (1
 (16 layers of 1024), and the rows of its global batch.
 
 The ways: "found", mode "auto" at the prices measured; "data", mode "data"; "tensor", pins as Megatron-LM splits, inside
-the hosts, and the batch between them; "stages", a pipeline with a stage on each host; torch's
-DistributedDataParallel ("ddp") and fully_shard on every layer ("fsdp").
+the hosts, and the batch between them; "stages", a pipeline with a stage on each host, whose backward begins behind the
+last forward, so that no message there and back is waited for; torch's DistributedDataParallel ("ddp") and fully_shard
+on every layer ("fsdp").
 A run's figure is the median of its steps (forward, backward, a step of SGD), slowest rank; the table has the median of
 the rounds. Predicted is what the cost model says of a plan. All is measured over the usual backend, or ``--backend``.
 ``--quick`` measures little, to see that everything works.
@@ -82,7 +83,8 @@ mine = [part.chunk(world.size)[world.rank] for part in batch]
 plan = None
 if way in ("found", "data", "tensor", "stages"):
     hows = {"found": {"mode": "auto"}, "data": {"mode": "data"}, "tensor": {"mode": "semi-auto", "search": "exact"}}
-    how = (hows | {"stages": {"mode": "auto", "mesh": "pp=2,ranks=2", "microbatches": 8}})[way]
+    hows |= {"stages": {"mode": "auto", "mesh": "pp=2,ranks=2", "microbatches": 8, "schedule": "gpipe"}}
+    how = hows[way]
     if way == "tensor":
         how |= {"pins": pins, "mesh": "dp=2,tp=2"}
     trained = sw.parallelize(model, loss_fn, batch, batch="global", hardware="hardware.json", optimizer="sgd", **how)
