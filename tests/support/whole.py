@@ -236,7 +236,8 @@ class Measured:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor):
             outputs = execution(arguments)
-        leaves = {leaf.untyped_storage().data_ptr() for kind in arguments.leaves() for leaf in kind}
+        kinds = arguments.parameters, arguments.buffers, arguments.inputs, arguments.constants
+        leaves = {leaf.untyped_storage().data_ptr() for kind in kinds for leaf in kind}
         storages = {s.data_ptr(): s.nbytes() for s in (kept.tensor.untyped_storage() for kept in packed)}
         self.saved = sum(size for at, size in storages.items() if at not in leaves)
         self.parameters = [p for p in arguments.parameters if p.requires_grad]
