@@ -12,7 +12,7 @@ from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.plan.make import make_plan
 from shardwright.compiler.plan.request import PlanRequest
-from whole import like_plain
+from whole import like_plain, measured_peak
 
 EXPERTS, CHOSEN = 4, 2
 
@@ -54,3 +54,25 @@ def test_a_search_cuts_the_matrices_of_experts():
     leaves = {value.label: plan.leaves[value.name] for value in plan.capture.of_kind("parameter")}
     assert [bool(dim) for dim in leaves["up"].dims] == [False, False, True]
     assert [bool(dim) for dim in leaves["down"].dims] == [False, True, False]
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Mixture(16, 64, bias=False), Mixture(16, 64, bias=False)
+
+    def forward(self, x):
+        return self.second(x + self.first(x))
+
+
+@pytest.mark.parametrize(("tokens", "experts"), [(2, 2), (2, 1), (1, 2)])
+def test_a_plan_counts_what_experts_hold(tokens, experts, monkeypatch):
+    """What is alive at the peak, the states of the optimizer aside, is counted, and not much more than that."""
+    torch.manual_seed(0)
+    model, batch = Two(), (torch.randn(256, 16), torch.randn(256, 16))
+    pin = ((tokens, 1),) * 3 + ((experts, 1, 1, 1), (experts, 1, 1))
+    captured = captured_step(model, loss_fn, batch, {"first": pin, "second": pin})
+    plan = make_plan(captured, PlanRequest(Mesh.of(ep=2), "auto", "propagation"))
+    counted = plan.held.total - plan.held.optimizer
+    measured = measured_peak(plan, model, batch, monkeypatch)
+    assert measured <= counted <= 1.4 * measured
