@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 import shardwright as sw
 from ranks import run_ranks
+from shardwright.compiler.lower.operators.experts import experts
 from shardwright.compiler.lower.operators.ring_attention import ring_attention
 from shardwright.compiler.mesh.collectives import all_gather, apply_step
 from shardwright.compiler.mesh.dtensor import device_mesh
@@ -209,3 +210,33 @@ def ring_over(backend, mesh):
 def test_a_ring_of_processes_has_the_bits_of_simulated_ranks(backend):
     mesh = Mesh.of(b=1, a=3)
     assert run_ranks(3, ring_over, backend, mesh) == simulate(mesh, ring)
+
+
+def mixture(comm):
+    """Bits of experts on three ranks, of which one gets all rows in the end, and of gradients; rows of each dtype."""
+    comm.prepare([("a",), ("b",)])
+    at, generator, found = comm.mesh.coordinates(comm.rank)["a"], torch.Generator().manual_seed(3), []
+    held, tokens = [(0, 2), (2, 3), (3, 4)], [slice(0, 3), slice(3, 5), slice(5, 7)]
+    for chosen in (torch.randint(0, 4, (7, 2), generator=generator), torch.full((7, 2), 3)):
+        x, up, down = (torch.randn(shape, generator=generator) for shape in ((7, 8), (4, 2, 4, 8), (4, 8, 4)))
+        weights = torch.rand(7, 2, generator=generator)
+        mine = [x[tokens[at]], weights[tokens[at]], up[slice(*held[at])], down[slice(*held[at])]]
+        x, weights, up, down = (part.clone().requires_grad_() for part in mine)
+        made = experts(x, chosen[tokens[at]], weights, up, down, "silu", held, 4, comm, ("a",))
+        gradients = torch.autograd.grad(made, (x, weights, up, down), torch.ones_like(made))
+        found += [part.tolist() for part in (made.detach(), *gradients)]
+    for dtype in (*DTYPES, torch.complex64, torch.bool):  # two rows for rank 0, none for the others
+        rows = torch.tensor([[comm.rank, 1]] * 2).to(dtype)
+        found.append(comm.exchange_rows(rows, [2, 0, 0], [2 if at == 0 else 0] * 3, ("a",)).tolist())
+    return found
+
+
+def mixture_over(backend, mesh):
+    sw.init(backend, timeout=60)
+    return mixture(communicator_over(mesh))
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_experts_of_processes_have_the_bits_of_simulated_ranks(backend):
+    mesh = Mesh.of(b=1, a=3)
+    assert run_ranks(3, mixture_over, backend, mesh) == simulate(mesh, mixture)

@@ -9,6 +9,7 @@ rank is. A backend that does something faster does it inside its process group.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -210,7 +211,11 @@ class ProcessCommunicator:
             return rows
         brought = rows.new_empty(sum(received), *rows.shape[1:])
         exchange = partial(dist.all_to_all_single, output_split_sizes=list(received), input_split_sizes=list(sent))
-        pair = moved(brought, channel.backend), moved(rows, channel.backend)
+        row_bytes = math.prod(rows.shape[1:]) * rows.itemsize
+        flat = (moved(x, channel.backend) for x in (brought, rows))  # of some dtypes as bytes
+        pair = [
+            x.view(count, row_bytes // x.itemsize) for x, count in zip(flat, (len(brought), len(rows)), strict=True)
+        ]
         self._begin(exchange, *pair, channel=channel, at_once=True)()
         return brought
 
