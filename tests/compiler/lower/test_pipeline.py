@@ -80,7 +80,7 @@ def test_backwards_that_begin_before_the_last_forward_give_what_one_device_gives
     model, batch = language(12)
     expected = run(plan_of(model, language_loss, batch, Mesh(()), "single"), model, batch)
     for mesh, microbatches, schedule in TURNS:
-        options = {"microbatches": microbatches, "schedule": schedule}
+        options = {"microbatches": microbatches, "schedule": schedule, "hardware": splitting_hardware()}
         plan = plan_of(model, language_loss, batch, Mesh.parse(mesh), "data", **options)
         same(run(plan, model, batch), expected, 1e-12)
         assert plan.stages.schedule == (schedule or "1f1b").partition(":")[0]
@@ -88,7 +88,7 @@ def test_backwards_that_begin_before_the_last_forward_give_what_one_device_gives
 
 def test_a_stage_begins_as_many_forwards_as_there_are_stages_from_it_on():
     model, batch = decoder.Decoder(layers=4).double(), decoder.batch_of(12, 6)
-    plan = plan_of(model, decoder.loss_fn, batch, Mesh.parse("pp=4"), "data", microbatches=6)
+    plan = plan_of(model, decoder.loss_fn, batch, Mesh.parse("pp=4"), "data", microbatches=6, schedule="1f1b")
     for stage in range(4):
         source = lower(plan, stage).source
         begun = "scheduled.receive(" if stage else "scheduled.send("

@@ -18,6 +18,7 @@ from shardwright.compiler.mesh.layout import Layout, Split
 from shardwright.compiler.mesh.mesh import MICROBATCHES, PIPELINE, Axis, Mesh, Stages
 from shardwright.compiler.mesh.redistribute import Collective
 from shardwright.compiler.plan.decisions import Transfer
+from shardwright.compiler.plan.pipeline.costs import StagedCosts
 from shardwright.compiler.plan.pipeline.cut import Limit, cut
 from shardwright.compiler.plan.pipeline.fitting import Limits, parameters_read, within_memory
 from shardwright.compiler.plan.pipeline.linear import why_not_in_turns
@@ -25,7 +26,7 @@ from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.cost import Seconds
 from shardwright.compiler.plan.pricing.graph import RuledGraph
 from shardwright.compiler.plan.pricing.memory import local_bytes
-from shardwright.compiler.plan.pricing.schedule import read_schedule, schedule_problem
+from shardwright.compiler.plan.pricing.schedule import read_schedule, schedule, schedule_problem, simulate
 from shardwright.compiler.plan.request import PlanRequest
 from shardwright.compiler.plan.search.choices import OverBudget, data_parallel
 from shardwright.compiler.plan.spaces import fixed_leaves, output_layouts
@@ -34,6 +35,7 @@ from shardwright.compiler.rules.notation import Strategy
 from shardwright.errors import PlanError, UsageError
 
 _USUAL_SCHEDULE = "1f1b"
+_QUICKER = 0.98  # of the time: a schedule that keeps all microbatches is not worth less
 _PER_STAGE = 4  # microbatches, unless a number is asked for: 4 of 5 ranks then compute, of many stages
 
 
@@ -121,11 +123,31 @@ class StagedPlans:
         return self._insides[memory]
 
     def _in_stages(self, inside: Plan, microbatches: int) -> Plan:
+        """Return the plan with the schedule asked for; without one with 1F1B, or with GPipe's where that is quicker.
+
+        Messages of 1F1B are waited for one by one, which takes longer where links are slow.
+        """
+        request = self._request
+        found = self._scheduled(inside, microbatches, request.schedule or _USUAL_SCHEDULE)
+        stages = found.stages
+        if request.schedule is not None or stages is None or stages.schedule == "gpipe":
+            return found
+        costs = StagedCosts(found, request.hardware)
+        other_s = simulate(schedule("gpipe", stages.count, microbatches), costs.seconds).seconds
+        if other_s > _QUICKER * costs.line_s:
+            return found
+        try:
+            other = self._scheduled(inside, microbatches, "gpipe")
+        except OverBudget:
+            return found
+        return min(found, other, key=lambda plan: StagedCosts(plan, request.hardware).step_s)
+
+    def _scheduled(self, inside: Plan, microbatches: int, called: str) -> Plan:
         request, count = self._request, self._count
         plan = _in_time(inside, request, Stages(count, microbatches, {}))
         flow = _Flow(plan)
         flow.refuse()
-        name, each = read_schedule(request.schedule) if request.schedule is not None else (_USUAL_SCHEDULE, 1)
+        name, each = read_schedule(called)
         if problem := schedule_problem(name, count, microbatches):
             raise UsageError(problem)
         stages = Stages(count, microbatches, dict.fromkeys((node.name for node in flow.staged), 0), name, each)
