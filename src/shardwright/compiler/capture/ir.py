@@ -30,7 +30,8 @@ NAMES_OF_PROGRAMS = frozenset({
     "all_gather", "local_slice", "reduce_scatter", "all_to_all", "all_reduce", "enter",
     "all_gather_together", "begin_all_gather", "begin_all_gather_together", "reduced_late",
     "step", "parameters", "buffers", "inputs", "constants", "comm", "key", "device", "reduce_gradients", "resharded",
-    "later", "guard", "recomputed", "scheduled", "stages", "pipe", "anchor", "loss_of_all", "enough", "float", "complex", "slice",
+    "later", "guard", "recomputed", "scheduled", "stages", "pipe", "anchor", "loss_of_all", "enough", "float",
+    "complex", "slice",
 })  # fmt: skip
 
 
