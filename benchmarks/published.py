@@ -29,11 +29,14 @@ import shardwright as sw
 from shardwright.compiler.capture.ir import Capture, Node
 from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.mesh.layout import Layout
+from shardwright.compiler.mesh.mesh import Axis, Mesh
 from shardwright.compiler.mesh.redistribute import Collective, Step
 from shardwright.compiler.plan.decisions import Transfer
 from shardwright.compiler.plan.make import make_plan
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.cost import Seconds, operator_collectives
+from shardwright.compiler.plan.pricing.hardware import Hardware
+from shardwright.compiler.plan.pricing.schedule import StageSeconds, schedule, simulate
 from shardwright.compiler.plan.request import PlanRequest
 
 WITHIN = 0.25
@@ -220,11 +223,14 @@ class Predicted:
 
 
 def predicted(run: Run) -> Predicted:
-    """Return what the cost model says of a run."""
+    """Return what the cost model says of a run; with stages, of their slowest one, which has the vocabulary."""
     hardware = board(run.hardware)
     one, two = (cost_of(run, plan_of(run, layers), Seconds(hardware)) for layers in (1, 2))
-    total = one + (two + one * -1) * (run.shape.layers - 1)
-    times = run.micro_batches
+    layer = two + one * -1
+    total = one + layer * (run.shape.layers / run.stages - 1)
+    times: float = run.micro_batches
+    if run.stages > 1:
+        times = in_stages(run, total, layer * (run.shape.layers / run.stages), hardware)
     updated = total.held / (run.replicas if run.sharded == "optimizer" else 1)
     return Predicted(
         times * (total.computes + total.copied / hardware.memory_bandwidth),
@@ -234,6 +240,20 @@ def predicted(run: Run) -> Predicted:
         run.updated_bytes * updated / hardware.memory_bandwidth,
         hardware.hides_gradients,
     )
+
+
+def in_stages(run: Run, last: Cost, other: Cost, hardware: Hardware) -> float:
+    """Return how often the last stage's micro-batch goes into the time line of 1F1B, whose others wait for each other.
+
+    Its parts of a micro-batch are as long as products say: one forward, the backward three, with what is done again.
+    """
+    pair = Mesh((Axis("pp", 2), *run.mesh.axes))
+    size = run.rows * run.shape.length * run.shape.width * 2 // run.tp  # each GPU of a stage sends a part
+    message_s = Seconds(hardware).collective(Collective("all_gather", ("pp",), 2 * size), pair)
+    takes = [each.computes + each.sent + each.copied / hardware.memory_bandwidth for each in (other, last)]
+    stages = [StageSeconds(took / 4, took * 3 / 4, message_s) for took in takes]
+    stages = [stages[0]] * (run.stages - 1) + [stages[1]]
+    return simulate(schedule("1f1b", run.stages, run.micro_batches), stages).seconds / takes[1]
 
 
 def main() -> None:
@@ -248,8 +268,9 @@ def main() -> None:
         found = predicted(run)
         ratios = found.adds_up / run.published_s, found.hidden / run.published_s
         off[run] = ratios[1] - 1
+        mesh = f"pp={run.stages} {run.mesh}" if run.stages > 1 else run.mesh
         print(
-            f"| {run.name} | {run.mesh} | {found.computes:.2f} | {found.activations:.2f} | {found.parameters:.2f} "
+            f"| {run.name} | {mesh} | {found.computes:.2f} | {found.activations:.2f} | {found.parameters:.2f} "
             f"| {run.published_s:.2f} | {ratios[0]:.2f} | {ratios[1]:.2f} | {run.source} |",
             flush=True,
         )

@@ -2,8 +2,8 @@
 
 Of Alpa (Zheng et al. 2022, arXiv:2201.12023) the runs with ZeRO-3 of Figure 8 stand here, whose seconds are in the
 artifact of the paper. Its other runs use pipelines, or splits that its search found and that are not told. Of
-torchtitan and Megatron-LM all runs in 16 bits are here that use no pipeline. NVIDIA's pages on NeMo and
-Megatron-Bridge have runs in float8 alone where there is no pipeline.
+torchtitan all runs in 16 bits are here that use no pipeline, and all of Megatron-LM's Table 1, up to 10^12 parameters
+in 64 stages. NVIDIA's pages on NeMo and Megatron-Bridge have runs in float8 alone where there is no pipeline.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class Run:
             parts of a sequence beside each other.
         exact_sums: whether gradients are reduced in float32.
         updated_bytes: what the optimizer moves for each parameter of a GPU.
+        stages: of a pipeline; ``mesh`` is that of the GPUs of one stage.
         why: what a prediction that is far off is due to.
     """
 
@@ -61,6 +62,7 @@ class Run:
     copies: bool = False
     exact_sums: bool = False
     updated_bytes: int = ONE_PASS
+    stages: int = 1
     why: str = ""
 
     @property
@@ -96,13 +98,16 @@ def _megatron_s(shape: Shape, batch: int, gpus: int, tera: float, times: int = 4
     return flops / (gpus * tera * 1e12)
 
 
-def _narayanan(name: str, layers: int, width: int, heads: int, tp: int, gpus: int, batch: int, tera: float) -> Run:
-    """Megatron-LM's Table 1 gives no size of a micro-batch: 4 is assumed."""
-    shape, replicas, rows = Shape(layers, width, heads, 51200), gpus // tp, 4
+def _narayanan(
+    name: str, layers: int, width: int, heads: int, tp: int, gpus: int, batch: int, tera: float, stages: int = 1
+) -> Run:
+    """Megatron-LM's Table 1 gives no size of a micro-batch: 4 is assumed, and 1 where there are stages, in 1F1B."""
+    shape, replicas, rows = Shape(layers, width, heads, 51200), gpus // tp // stages, 4 if stages == 1 else 1
     mesh = Mesh.of(dp=replicas, tp=tp) if tp > 1 else Mesh.of(dp=replicas)
     published_s = _megatron_s(shape, batch, gpus, tera)
     source = f"Narayanan et al. 2021, arXiv:2104.04473, Table 1: {tera:.0f} TFLOP/s"
-    return Run(f"GPT {name}", shape, mesh, rows, batch // replicas // rows, published_s, source)
+    times = batch // replicas // rows
+    return Run(f"GPT {name}", shape, mesh, rows, times, published_s, source, stages=stages)
 
 
 def _megatron_core(name: str, layers: int, width: int, heads: int, tp: int, tera: float, why: str = "") -> Run:
@@ -187,6 +192,12 @@ RUNS = (
     _narayanan("3.6B", 30, 3072, 32, 2, 64, 512, 138),
     _narayanan("7.5B", 36, 4096, 32, 4, 128, 512, 142),
     _narayanan("18.4B", 40, 6144, 48, 8, 256, 1024, 135),
+    _narayanan("39.1B", 48, 8192, 64, 8, 512, 1536, 138, stages=2),
+    _narayanan("76.1B", 60, 10240, 80, 8, 1024, 1792, 140, stages=4),
+    _narayanan("145.6B", 80, 12288, 96, 8, 1536, 2304, 148, stages=8),
+    _narayanan("310.1B", 96, 16384, 128, 8, 1920, 2160, 155, stages=16),
+    _narayanan("529.6B", 105, 20480, 128, 8, 2520, 2520, 163, stages=35),
+    _narayanan("1008.0B", 128, 25600, 160, 8, 3072, 3072, 163, stages=64),
     Run("GPT 22B", _GPT_22B, Mesh.of(tp=8), 4, 1, 1.42, f"{_KORTHIKANTI}, full recompute"),
     Run(
         "GPT 22B", _GPT_22B, Mesh.of(tp=8), 4, 1, 1.10, f"{_KORTHIKANTI}, present work", "attention",

@@ -169,14 +169,20 @@ def simulate(table: Table, stages: Sequence[StageSeconds]) -> Run:
     count = len(stages)
     ends: dict[Action, float] = {}
     at, free = [0] * len(table), [0.0] * len(table)
+    sent: dict[tuple[int, str], list[Action]] = {
+        (group, kind): [] for group in range(len(table)) for kind in ("forward", "backward")
+    }  # who reads what a group has sent
     while True:
         moved = False
         for group, row in enumerate(table):
             while at[group] < len(row):
                 action = row[at[group]]
                 ready = _ready(action, ends, stages)
-                if ready is None or not _may_send(action, row[: at[group]], ends, count):
+                reader, before = _reader(action, count), sent[group, action.kind]
+                full = len(before) > UNDER_WAY and before[-1 - UNDER_WAY] not in ends  # earlier ones were seen before
+                if ready is None or (reader and full):
                     break
+                before += [reader] if reader else []
                 takes = stages[action.stage].forward if action.kind == "forward" else stages[action.stage].backward
                 free[group] = ends[action] = max(free[group], ready) + takes
                 at[group] += 1
@@ -220,14 +226,6 @@ def _reader(action: Action, count: int) -> Action | None:
     if kind == "forward":
         return Action("forward", stage + 1, microbatch) if stage + 1 < count else None
     return Action("backward", stage - 1, microbatch) if stage else None
-
-
-def _may_send(action: Action, done: Sequence[Action], ends: dict[Action, float], count: int) -> bool:
-    """Return whether at most `UNDER_WAY` messages of its kind are under way when an action sends its own."""
-    if _reader(action, count) is None:
-        return True
-    sent = [reader for each in done if each.kind == action.kind and (reader := _reader(each, count))]
-    return all(reader in ends for reader in sent[:-UNDER_WAY])
 
 
 def drawn(table: Table, stages: Sequence[StageSeconds], width: int = 96) -> list[str]:
