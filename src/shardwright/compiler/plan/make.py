@@ -15,7 +15,7 @@ from dataclasses import replace
 from shardwright.common.stages import stage
 from shardwright.common.words import in_bytes
 from shardwright.compiler.capture.ir import Capture
-from shardwright.compiler.mesh.mesh import PIPELINE, UNNAMED, Mesh
+from shardwright.compiler.mesh.mesh import PIPELINE, SEARCHED_STAGES, UNNAMED, Mesh
 from shardwright.compiler.plan.axis_names import with_axis_names
 from shardwright.compiler.plan.plan import Plan, plan_of
 from shardwright.compiler.plan.pricing.cost import Seconds
@@ -73,6 +73,8 @@ def _with_stages_or_without(graph: RuledGraph, request: PlanRequest) -> Plan:
         PlanError: where no plan fits.
     """
     wanted = request.search_stages
+    if wanted and not request.mesh.is_unnamed:
+        raise UsageError(f"{SEARCHED_STAGES} divides devices without names, and the mesh is {request.mesh}")
     without = replace(request, search_stages=False, microbatches=None, schedule=None) if wanted else request
     error: OverBudget | None = None
     try:

@@ -21,7 +21,7 @@ from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.capture.tracing.trace import LossFunction
 from shardwright.compiler.lower.local import localise
 from shardwright.compiler.lower.site import Site
-from shardwright.compiler.mesh.mesh import Mesh
+from shardwright.compiler.mesh.mesh import SEARCHED_STAGES, Mesh
 from shardwright.compiler.plan.make import make_plan
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.graph import RuledGraph
@@ -58,6 +58,8 @@ def verify(
     steps: int = 3,
     mode: Mode | MindSporeMode = "auto",
     mesh: Mesh | str | None = None,
+    microbatches: int | None = None,
+    schedule: str | None = None,
     search: SearchName | None = None,
     pins: Mapping[str, Any] | None = None,
     inputs: Inputs = "split",
@@ -77,7 +79,8 @@ def verify(
     Args:
         batches: one global batch (a tensor, tuple or mapping), or a list of them, which are taken in turn.
         plan: a plan or the path of a saved one; by default it is made as `parallelize` would, from ``mode``, ``mesh``,
-            ``search``, ``pins`` and ``inputs``. It is made for the model's own dtype and then used in all.
+            ``microbatches``, ``schedule``, ``search``, ``pins`` and ``inputs``. It is made for the dtype of the model
+            and then used in all.
         dtypes: of "float64" and "float32", by default both; parameters, buffers and batches are cast.
         loop: a training loop of your own in place of the AdamW steps, so that what changes between steps is compared,
             too: ``loop(parallel, batches)`` gets what `parallelize` returns (and once plain PyTorch behind the same
@@ -93,6 +96,7 @@ def verify(
     if dtypes is None:
         dtypes = tuple(TOLERANCES) if loop is None else ("float64",)
     arguments = {"mode": mode, "mesh": str(mesh), "steps": steps, "lr": lr, "dtypes": tuple(dtypes)}
+    arguments |= {"microbatches": str(microbatches), "schedule": str(schedule)}
     agree("verify", {"the arguments": arguments}, _problem(steps, lr, dtypes, loop))
     given = _global_batches(batches)
     _refuse_meta(model)
@@ -109,7 +113,17 @@ def verify(
             return Plan.load(plan, graph)
         if plan is not None:
             return Plan.from_json(plan.to_json(), graph)
-        return make_plan(captured, PlanRequest(chosen, mode_called(mode), search, inputs, hardware_of(world)))
+        request = PlanRequest(
+            chosen,
+            mode_called(mode),
+            search,
+            inputs,
+            hardware_of(world),
+            microbatches=microbatches,
+            schedule=schedule,
+            search_stages=mesh == SEARCHED_STAGES,
+        )
+        return make_plan(captured, request)
 
     used = from_rank_zero(ranks_by_collectives("making the plan"), make)
     random = random_operators(used)

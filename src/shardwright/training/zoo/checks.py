@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from shardwright.compiler.mesh.mesh import Mesh
+from shardwright.compiler.mesh.mesh import SEARCHED_STAGES, Mesh
 from shardwright.errors import UsageError
 from shardwright.launch.hosts.environment import read_environment
 from shardwright.training.records import record_problems
@@ -49,7 +49,7 @@ def _parallel_problems(config: Config, ranks: int) -> list[str]:
     options, environment, problems = config.parallel, read_environment(os.environ), []
     if options.plan is not None and not Path(options.plan).is_file():
         problems.append(f"parallel.plan: there is no file {options.plan}; `shardwright plan --save` writes one")
-    if options.mesh is not None:
+    if options.mesh is not None and options.mesh != SEARCHED_STAGES:
         try:
             mesh = Mesh.parse(options.mesh)
             if mesh.size != ranks:

@@ -55,8 +55,9 @@ def best_in_stages(graph: RuledGraph, request: PlanRequest, make: Make, below: f
 
 def _numbers(graph: RuledGraph, request: PlanRequest) -> Iterator[int]:
     """Yield the numbers of stages that divide the devices, and are no more than there are layers or rows."""
-    layers = max(len(graph.once(Blocks).repeated()), 2)
-    for count in range(2, min(request.mesh.size, layers, graph.capture.rows) + 1):
+    layers = len(graph.once(Blocks).repeated())
+    most = layers if layers > 1 else len(graph.capture.nodes)
+    for count in range(2, min(request.mesh.size, most, graph.capture.rows) + 1):
         if request.mesh.size % count == 0:
             yield count
 

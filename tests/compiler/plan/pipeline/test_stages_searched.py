@@ -1,0 +1,53 @@
+"""The number of stages that is found is never worse than any number on its own, or none."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from shardwright.compiler.capture.step import captured_step
+from shardwright.compiler.mesh.mesh import Mesh
+from shardwright.compiler.plan.make import make_plan
+from shardwright.compiler.plan.pipeline.costs import StagedCosts
+from shardwright.compiler.plan.pricing.hardware import read_hardware
+from shardwright.compiler.plan.request import PlanRequest
+from shardwright.compiler.plan.timing.prices import Prices
+from shardwright.errors import UsageError
+
+H100 = replace(read_hardware("h100"), ranks_per_host=1, hides_gradients=0.0)
+
+
+def step_s(plan):
+    return (StagedCosts if plan.stages else Prices)(plan, H100).step_s
+
+
+def perceptron():
+    layers = [nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()) for _ in range(16)]
+    return nn.Sequential(*layers, nn.Linear(1024, 10))
+
+
+def classes(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def test_the_search_for_stages_is_never_worse_than_any_number_of_them():
+    with torch.device("meta"):
+        batch = torch.randn(1024, 1024), torch.randint(0, 10, (1024,))
+        graph = captured_step(perceptron(), classes, batch, {})
+    free = PlanRequest(Mesh.of(ranks=4), hardware=H100)
+    found = make_plan(graph, replace(free, search_stages=True))
+    took = step_s(found)
+    assert took < step_s(make_plan(graph, free))
+    for mesh, microbatches in (("pp=2,ranks=2", 2), ("pp=2,ranks=2", 4), ("pp=4", 4), ("pp=4", 8)):
+        plan = make_plan(graph, replace(free, mesh=Mesh.parse(mesh), microbatches=microbatches))
+        assert took <= step_s(plan) * (1 + 1e-9)
+    without, *tried = found.considered
+    assert without.startswith("without stages: ")
+    assert [line.partition(",")[0] for line in tried] == ["pp=2", "pp=4"]
+
+
+def test_named_devices_are_not_divided_otherwise():
+    graph = captured_step(perceptron(), classes, (torch.randn(4, 1024), torch.zeros(4, dtype=torch.long)), {})
+    with pytest.raises(UsageError, match=r"divides devices without names.*dp=4"):
+        make_plan(graph, PlanRequest(Mesh.of(dp=4), search_stages=True))
