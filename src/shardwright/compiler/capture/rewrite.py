@@ -18,6 +18,7 @@ import torch
 from shardwright.compiler.capture.check import check
 from shardwright.compiler.capture.ir import Capture, Filled, Node, Value
 from shardwright.compiler.capture.operators import HALF
+from shardwright.compiler.capture.rewriting.flattened import without_joined_rows
 from shardwright.compiler.capture.rewriting.joins import without_joins_of_one
 from shardwright.compiler.capture.rewriting.logits import without_wide_logits
 from shardwright.compiler.capture.rewriting.masks import lookups_as_views, without_known_masks
@@ -37,13 +38,13 @@ def rewrite(
 ) -> Capture:
     """Return the capture with every mean taken apart, and batch normalisation as asked for.
 
-    It has no masks that are known, no logits of a large vocabulary that are cast as a whole, norms as one operator, and
-    no joins of one tensor with nothing.
+    It has no masks that are known, no logits of a large vocabulary that are cast as a whole, norms as one operator, no
+    joins of one tensor with nothing, and no linear layer for which rows are joined and taken apart again.
 
     Args:
         filled: inputs of which each entry is known.
     """
-    summed = means_to_sums(with_rms_norms(without_joins_of_one(capture)))
+    summed = means_to_sums(with_rms_norms(without_joined_rows(without_joins_of_one(capture))))
     rewritten = without_known_masks(lookups_as_views(without_wide_logits(summed)), filled)
     return rewritten if batch_norm == "global" else statistics_per_replica(rewritten)
 

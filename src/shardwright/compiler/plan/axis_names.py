@@ -2,8 +2,8 @@
 
 An axis is named by the operators that read parameters, each with the weight of its flops: ``tp`` (tensor parallel)
 where most of them split a dim of the parameter over it, ``dp`` (data parallel) where most split the first dim of the
-activations, the batch, ``cp`` (context parallel) where most split another dim of these, and ``ep`` (expert parallel)
-where most split experts, whether tokens are sent to them or not. Where most bytes of the parameters are stored split
+activations, the batch, or another dim over the axis that the rows of the batch are split over, ``cp`` (context
+parallel) where most split another dim of these, and ``ep`` (expert parallel) where most split experts, whether tokens are sent to them or not. Where most bytes of the parameters are stored split
 over a ``dp`` axis, to be gathered for their use, it is ``fsdp`` (fully sharded). Axes of one role are numbered,
 ``dp.0`` and ``dp.1``. An axis over which nothing is split keeps its name.
 """
@@ -44,11 +44,14 @@ def axis_roles(plan: Plan) -> tuple[str, ...]:
     """Return the role of each axis of the mesh, in its order: "dp", "fsdp", "tp", "cp" or "ep"; else its name."""
     flops: dict[str, Counter[str]] = {axis: Counter() for axis in plan.mesh.names}
     weights = {value.name for value in plan.capture.of_kind("parameter")}
+    inputs = [plan.leaves[value.name] for value in plan.capture.of_kind("input")]
+    of_rows = {axis for layout in inputs for dim in layout.dims[:1] for axis in dim.axes}
     for node in plan.capture.nodes:
         if node.operands and weights.issuperset(node.operands):  # a view or a cast of parameters
             weights.update(node.results)
         elif not weights.isdisjoint(node.operands):
             for axis, role in _roles(plan, node, weights):
+                role = "dp" if role == "cp" and axis in of_rows else role
                 flops[axis][role] += work_of(plan.graph, node).flops + 1
     sharded = _sharded_bytes(plan)
     return tuple(_role(axis, flops[axis], sharded[axis], sharded[""]) for axis in plan.mesh.names)
