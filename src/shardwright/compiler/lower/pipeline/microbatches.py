@@ -429,6 +429,7 @@ class Unrolled:
         if rest:
             [(_, step)] = instruction.moves
             entered = self.fresh(f"{instruction.outputs[0]}_entered")
+            self.known[entered] = dataclasses.replace(self.known[source], split=False, both=False)
             given = dict(instruction.call.kwargs)
             kwargs = tuple((name, given[name]) for name in ("reduced_in",) if name in given)
             call = Call("enter", (Name(self.name_of(source, ONCE)), COMM), (("axes", rest), *kwargs))
