@@ -103,7 +103,7 @@ def parallelize(
             other; by default four for each stage, if there are as many rows.
         schedule: in which order they do: "1f1b", the usual one, in which a group of ranks holds as many as there are
             stages from it on; "gpipe", which goes with any loss, and holds all; "interleaved", or "interleaved:4":
-            each group has 2, or 4, shorter stages.
+            each group has 2, or 4, shorter stages; "zb-h1": gradients of weights are left for when a stage would wait.
         plan: a plan, or the path of a saved one, in place of a search.
         pins: strategies by pattern of module path, ``{"layers.*.up": ((2, 1), (1, 4))}``.
         gradients: "mean" leaves the gradient of the loss, "sum" that times the world size, in every mode.

@@ -73,6 +73,8 @@ TURNS = [
     ("pp=1,dp=2", 3, "1f1b"),
     ("pp=2", 4, "interleaved:3"),
     ("pp=3,dp=2", 3, "interleaved"),
+    ("pp=3,dp=2", 4, "zb-h1"),
+    ("pp=2,tp=2", 3, "zb-h1"),
 ]
 
 
@@ -95,6 +97,20 @@ def test_a_stage_begins_as_many_forwards_as_there_are_stages_from_it_on():
         before, _ = source.split("scheduled.backward(", 1)
         assert before.count(begun) == 4 - stage
         assert source.count("scheduled.backward(") == 6
+
+
+def test_gradients_of_weights_that_are_apart_follow_when_nobody_waits():
+    model, batch = decoder.Decoder(layers=2).double(), decoder.batch_of(6, 6)
+    plan = held_against_one_device(model, decoder.loss_fn, batch, "pp=3", 3, schedule="zb-h1")
+    for stage in range(3):
+        source = lower(plan, stage).source
+        assert "aten.linear.default(" not in source
+        before, _ = source.split("scheduled.weights(", 1)
+        assert before.count("scheduled.backward(") == 1 + stage
+        assert source.count("scheduled.weights(") == 3
+    later = plan.computing_again({"layers.0"})  # of what is recomputed all gradients are made at once
+    same(run(later, model, batch), run(plan, model, batch), 1e-12)
+    assert "aten.linear.default(" in lower(later, 0).source
 
 
 def scaled(model, batch):
@@ -168,9 +184,32 @@ def test_half_precision_under_autocast_is_cast_back_before_microbatches_are_adde
         with torch.autocast("cpu", torch.bfloat16):
             return language_loss(model, batch)
 
+    longer = language(12)[1]
+    held_against_one_device(model.float(), loss_fn, longer, "pp=2,dp=2", 2, tolerance=3e-2, schedule="zb-h1")
     plan = held_against_one_device(model.float(), loss_fn, batch, "pp=2,dp=2", 2, tolerance=3e-2)
     lines = [line for rank in range(4) for line in lower(plan, rank).source.splitlines()]
     assert any("enter(" in line and "axes=()" in line and "source=" in line for line in lines)
+
+
+class Twice(nn.Module):
+    """A layer that is given the batch, and what depends on parameters alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.layer = nn.Parameter(torch.randn(4, 8)), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.layer(x), self.layer(self.table.sin())
+
+
+def test_a_weight_that_is_cast_for_microbatches_and_for_what_has_none():
+    def loss_fn(model, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            of_batch, of_table = model(x)
+        return of_batch.float().square().mean() + of_table.float().square().mean()
+
+    torch.manual_seed(0)
+    held_against_one_device(Twice(), loss_fn, images()[0].float(), "pp=1,dp=2", 3, tolerance=3e-2)
 
 
 class Frozen(nn.Sequential):

@@ -50,8 +50,8 @@ class Call:
         return any(isinstance(arg, Call) and arg.function == "key" for arg in self.args)
 
     def names(self) -> set[str]:
-        """Return the names that stand in the arguments."""
-        return {arg.text for arg in _leaves(self) if isinstance(arg, Name)}
+        """Return the names that stand in the arguments, of functions the first part."""
+        return {arg.text.partition(".")[0] for arg in _leaves(self) if isinstance(arg, Name)}
 
     def renamed(self, new: Callable[[str], str]) -> Call:
         """Return the call with other names."""

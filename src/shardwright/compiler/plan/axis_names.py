@@ -3,9 +3,10 @@
 An axis is named by the operators that read parameters, each with the weight of its flops: ``tp`` (tensor parallel)
 where most of them split a dim of the parameter over it, ``dp`` (data parallel) where most split the first dim of the
 activations, the batch, or another dim over the axis that the rows of the batch are split over, ``cp`` (context
-parallel) where most split another dim of these, and ``ep`` (expert parallel) where most split experts, whether tokens are sent to them or not. Where most bytes of the parameters are stored split
-over a ``dp`` axis, to be gathered for their use, it is ``fsdp`` (fully sharded). Axes of one role are numbered,
-``dp.0`` and ``dp.1``. An axis over which nothing is split keeps its name.
+parallel) where most split another dim of these, and ``ep`` (expert parallel) where most split experts, whether tokens
+are sent to them or not. Where most bytes of the parameters are stored split over a ``dp`` axis, to be gathered for
+their use, it is ``fsdp`` (fully sharded). Axes of one role are numbered, ``dp.0`` and ``dp.1``. An axis over which
+nothing is split keeps its name.
 """
 
 from __future__ import annotations

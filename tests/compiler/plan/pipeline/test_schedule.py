@@ -34,12 +34,22 @@ def test_interleaved_stages_wait_a_fraction_of_the_time():
         assert list(run.held) == [min(microbatches * each, held) for held in behind]
 
 
-@pytest.mark.parametrize(("name", "each"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 3)])
+@pytest.mark.parametrize("weights", [1.0, 0.75])
+def test_gradients_of_weights_fill_the_time_in_which_others_wait(weights):
+    for groups, microbatches in itertools.product(GROUPS, MICROBATCHES):
+        run = simulate(schedule("zb-h1", groups, microbatches), [StageSeconds(1.0, 1.25, 0.0, weights)] * groups)
+        if microbatches >= groups:
+            assert run.seconds == microbatches * (2.25 + weights) + (groups - 1) * (2.25 - weights)
+        assert list(run.held) == [min(microbatches, groups)] * groups
+
+
+@pytest.mark.parametrize(("name", "each"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 3), ("zb-h1", 1)])
 def test_every_microbatch_goes_through_every_stage_once_forward_and_backward(name, each):
     table = schedule(name, 4, 8, 4 * each)
     found = sorted(action for row in table for action in row)
     stages = range(4 * each)
-    assert found == sorted(Action(*a) for a in itertools.product(("forward", "backward"), stages, range(8)))
+    kinds = ("forward", "backward", *["weights"] * (name == "zb-h1"))
+    assert found == sorted(Action(*a) for a in itertools.product(kinds, stages, range(8)))
     assert all(action.stage % 4 == group for group, row in enumerate(table) for action in row)
 
 
@@ -63,7 +73,8 @@ def test_the_slowest_stage_sets_the_pace_and_messages_are_waited_for():
 
 @pytest.mark.parametrize("given", ["pipedream", "1f1b:2", "interleaved:1", "interleaved:x", 3])
 def test_other_schedules_are_refused(given):
-    with pytest.raises(UsageError, match="expected one of 'gpipe', '1f1b', 'interleaved', or as 'interleaved:4'"):
+    names = "'gpipe', '1f1b', 'interleaved', 'zb-h1'"
+    with pytest.raises(UsageError, match=f"expected one of {names}, or as 'interleaved:4'"):
         read_schedule(given)
 
 

@@ -19,11 +19,20 @@ What microbatches read together is cut off from autograd: they add up gradients 
 the microbatches give it, with factors that the batch alone decides (a count of labels), so that its slope is known
 before any of them: it is the gradient of the loss at zeros. Gradients of parameters are then ready when the forward of
 the step ends, and its backward hands them out, times the gradient of the loss.
+
+A schedule that does the gradients of weights apart (ZB-H1) has products in another form, whose backward gives the
+gradients of activations alone, and an action that does the rest:
+
+    y_m0 = scheduled.product(pipe, (1, 0), (1,), aten.linear.default, x_m0, w_leaf)
+    ...
+    scheduled.backward(pipe, [loss_m0], [slope_m0], None, [], 0, [x_m0])
+    scheduled.weights(pipe, (1, 0))
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +42,10 @@ from torch.autograd.function import once_differentiable
 from shardwright.compiler.lower.operators.stages import Pipe, Shape
 from shardwright.compiler.plan.pricing.schedule import UNDER_WAY
 from shardwright.errors import UsageError
+
+Key = tuple[int, int]
+"""A stage and a microbatch."""
+Function = Callable[..., Tensor]
 
 
 def leaves(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -101,6 +114,63 @@ def backward(
         assert before is not None
         pipe.wait(True, left=UNDER_WAY)
         pipe.send([pipe.given(x.grad, tuple(x.shape), x.dtype) for x in came], before, backward=True)
+
+
+def product(pipe: Pipe, key: Key, weights: Sequence[int], function: Function, *args: Any, **kwargs: Any) -> Tensor:
+    """Return ``function(*args, **kwargs)``, whose backward leaves the gradients of weights to `weights`.
+
+    Args:
+        key: the stage and the microbatch.
+        weights: the places of those among the arguments.
+    """
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    kept = {at: args[at] for at in weights}  # in a dictionary autograd does not see them
+    others = [None if at in kept else arg for at, arg in enumerate(args)]
+    anchor = torch.empty(0, device="cpu", requires_grad=True)  # the backward comes here also where nothing else has one
+    made: Tensor = _Product.apply(anchor, pipe, key, partial(function, **kwargs), kept, *others)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _Product(torch.autograd.Function):
+    """A function with a graph of its own, from which its gradients are taken in two parts."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, pipe: Pipe, key: Key, function: Function, weights: Mapping[int, Tensor], *args: Any
+    ) -> Tensor:
+        given = [_alone(weights.get(at, arg)) for at, arg in enumerate(args)]
+        with torch.enable_grad():
+            made = function(*given)
+        ctx.pipe, ctx.key, ctx.weights, ctx.given, ctx.made = pipe, key, weights, given, made
+        return made.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        weights, given, made = ctx.weights, ctx.given, ctx.made
+        ctx.given = ctx.made = None
+        places = [at for at, wanted in enumerate(ctx.needs_input_grad[5:]) if wanted]
+        inputs = [given[at] for at in places]
+        found = iter(torch.autograd.grad(made, inputs, gradient, retain_graph=True) if inputs else ())
+
+        def rest() -> None:
+            gradients = torch.autograd.grad(made, [given[at] for at in weights], gradient)
+            torch.autograd.backward(list(weights.values()), gradients)
+
+        ctx.pipe.put_off(ctx.key, rest)
+        return None, None, None, None, None, *(next(found) if at in places else None for at in range(len(given)))
+
+
+def _alone(arg: Any) -> Any:
+    """Return a tensor cut off from autograd, which has a gradient of its own; anything else as it is."""
+    return arg.detach().requires_grad_(arg.requires_grad) if isinstance(arg, Tensor) else arg
+
+
+def weights(pipe: Pipe, key: Key) -> None:
+    """Add up the gradients of weights that the backward of a microbatch in a stage has put off."""
+    for rest in pipe.taken(key):
+        rest()
 
 
 def hand_out(

@@ -42,6 +42,7 @@ class Pipe:
         self.comm, self.device = comm, device
         self.stage, self.count = comm.mesh.coordinates(comm.rank)[PIPELINE], comm.mesh.sizes[PIPELINE]
         self._sent: dict[bool, deque[list[Callable[[], None]]]] = {False: deque(), True: deque()}
+        self._put_off: dict[tuple[int, int], list[Callable[[], None]]] = {}
 
     def send(self, tensors: Sequence[Tensor], to: int, backward: bool = False) -> None:
         """Begin to send tensors to another stage, as one message."""
@@ -58,6 +59,14 @@ class Pipe:
         while len(sent) > left:
             for finish in sent.popleft():
                 finish()
+
+    def put_off(self, key: tuple[int, int], rest: Callable[[], None]) -> None:
+        """Leave a part of the backward of a stage and a microbatch for later."""
+        self._put_off.setdefault(key, []).append(rest)
+
+    def taken(self, key: tuple[int, int]) -> list[Callable[[], None]]:
+        """Return what was left, in the order in which it was; it is forgotten."""
+        return self._put_off.pop(key, [])
 
     def wait_for_all(self) -> None:
         """Wait until all that was sent has gone."""

@@ -12,6 +12,7 @@ from shardwright.compiler.mesh.mesh import MICROBATCHES, PIPELINE, Axis, Mesh
 from shardwright.compiler.mesh.redistribute import Collective, Step
 from shardwright.compiler.plan.decisions import Transfer
 from shardwright.compiler.plan.device_memory import DeviceMemory, MemoryModel
+from shardwright.compiler.plan.pipeline.weights_apart import SHARE, weights_apart
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.hardware import Hardware
 from shardwright.compiler.plan.pricing.memory import local_bytes
@@ -24,7 +25,7 @@ class StageCost:
     """What a stage takes for one microbatch, and what it holds in a step.
 
     ``message_s`` is what its results take to the next stage, and as much their gradients back; ``held`` what a rank of
-    its group does, with all stages of that.
+    its group does, with all stages of that. ``weights_s`` of the backward the schedule does apart.
     """
 
     modules: tuple[str, ...]
@@ -33,6 +34,12 @@ class StageCost:
     backward_s: float
     message_s: float
     held: DeviceMemory
+    weights_s: float = 0.0
+
+    @property
+    def seconds(self) -> StageSeconds:
+        """The same, as the schedule is gone through."""
+        return StageSeconds(self.forward_s, self.backward_s - self.weights_s, self.message_s, self.weights_s)
 
     @property
     def both_s(self) -> float:
@@ -79,7 +86,7 @@ class StagedCosts:
     @cached_property
     def seconds(self) -> list[StageSeconds]:
         """What each stage takes for a microbatch."""
-        return [StageSeconds(each.forward_s, each.backward_s, each.message_s) for each in self.stages]
+        return [each.seconds for each in self.stages]
 
     @cached_property
     def stages(self) -> tuple[StageCost, ...]:
@@ -92,6 +99,7 @@ class StagedCosts:
         names = {node.name for node in nodes}
         forward_s = sum(self._forward_s(node) for node in nodes)
         backward_s = sum(self._backward_s(node) for node in nodes)
+        weights_s = sum(SHARE * self._costs.backward_s(node) for node in nodes if node.name in self._apart)
         for transfer in self.plan.transfers:
             if transfer.consumers[0][0] in names:
                 there, back = self._transfer_s(transfer)
@@ -99,7 +107,11 @@ class StagedCosts:
         modules = tuple(dict.fromkeys(node.scope for node in nodes))
         message_s = self._message_s(stage) if stage + 1 < self.cut.total else 0.0
         held = model.of_stage(self.plan, self.plan.optimizer, self.cut.group(stage))
-        return StageCost(modules, len(nodes), forward_s, backward_s, message_s, held)
+        return StageCost(modules, len(nodes), forward_s, backward_s, message_s, held, weights_s)
+
+    @cached_property
+    def _apart(self) -> frozenset[str]:
+        return weights_apart(self.plan)
 
     def _forward_s(self, node: Node) -> float:
         inside = self.plan.graph.collectives_inside(node, self.plan.strategies[node.name], self.plan.mesh)[0]

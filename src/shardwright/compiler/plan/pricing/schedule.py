@@ -8,27 +8,36 @@ finds out whether the groups would wait for each other forever, how many microba
   *PipeDream*, 2019; *Megatron-LM*, 2021). A group holds at most as many microbatches as there are stages from it on.
 - ``interleaved``: 1F1B in which each group has several stages, of which each is a fraction as long, so that they wait a
   fraction of the time and send as many times as much (Narayanan et al., *Megatron-LM*, 2021).
+- ``zb-h1``: 1F1B whose backward is done in two actions. The first gives the gradients that the stage before waits for,
+  the second those of weights, for which nobody waits: it fills the time in which others wait (Qi et al., *Zero Bubble
+  Pipeline Parallelism*, 2023). Every group holds as many microbatches as there are stages.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from shardwright.errors import UsageError
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
+
+SPLIT = ("zb-h1",)
+"""Those that do the gradients of weights in actions of their own."""
 
 UNDER_WAY = 2
 """Messages in one direction that a group has sent and not waited for: before a further one it waits for the first."""
 
 
 class Action(NamedTuple):
-    """The forward or the backward of a microbatch in a stage."""
+    """The forward or the backward of a microbatch in a stage.
 
-    kind: Literal["forward", "backward"]
+    In a schedule with ``weights`` a backward leaves the gradients of weights to that action.
+    """
+
+    kind: Literal["forward", "backward", "weights"]
     stage: int
     microbatch: int
 
@@ -93,6 +102,7 @@ def schedule(name: str, groups: int, microbatches: int, stages: int | None = Non
             groups - 1 - group,
         ),
         "interleaved": lambda group: _interleaved(group, groups, microbatches, stages // groups),
+        "zb-h1": lambda group: tuple(_zero_bubble(group, groups, microbatches)),
     }
     return tuple(made[name](group) for group in range(groups))
 
@@ -126,19 +136,40 @@ def _interleaved(group: int, groups: int, microbatches: int, chunks: int) -> tup
     return _in_turns(forwards, backwards, first)
 
 
+def _zero_bubble(group: int, groups: int, microbatches: int) -> Iterator[Action]:
+    """Yield 1F1B, in which the gradients of weights follow as many backwards later as there are stages before."""
+    for action in _in_turns(
+        [Action("forward", group, m) for m in range(microbatches)],
+        [Action("backward", group, m) for m in range(microbatches)],
+        groups - 1 - group,
+    ):
+        yield action
+        if action.kind == "backward" and action.microbatch >= group:
+            yield Action("weights", group, action.microbatch - group)
+    yield from (Action("weights", group, m) for m in range(max(0, microbatches - group), microbatches))
+
+
 class StageSeconds(NamedTuple):
-    """What a stage takes for a microbatch: its forward, its backward, and a message to the next stage, or back."""
+    """What a stage takes for a microbatch: its forward, its backward, and a message to the next stage, or back.
+
+    ``weights`` is what the action of that name takes, where a schedule has it; it is not in ``backward``.
+    """
 
     forward: float
     backward: float
     message: float = 0.0
+    weights: float = 0.0
+
+    def of(self, kind: str) -> float:
+        """Return what an action of this kind takes."""
+        return float(getattr(self, kind))
 
 
 @dataclass(frozen=True)
 class Run:
     """A schedule that was gone through: when each action ends, and how many microbatches each group holds at most.
 
-    A microbatch of a stage is held from its forward to its backward.
+    A microbatch of a stage is held from its forward to its backward, or to the gradients of its weights.
     """
 
     ends: dict[Action, float]
@@ -178,13 +209,12 @@ def simulate(table: Table, stages: Sequence[StageSeconds]) -> Run:
             while at[group] < len(row):
                 action = row[at[group]]
                 ready = _ready(action, ends, stages)
-                reader, before = _reader(action, count), sent[group, action.kind]
+                reader, before = _reader(action, count), sent.get((group, action.kind), [])
                 full = len(before) > UNDER_WAY and before[-1 - UNDER_WAY] not in ends  # earlier ones were seen before
                 if ready is None or (reader and full):
                     break
                 before += [reader] if reader else []
-                takes = stages[action.stage].forward if action.kind == "forward" else stages[action.stage].backward
-                free[group] = ends[action] = max(free[group], ready) + takes
+                free[group] = ends[action] = max(free[group], ready) + stages[action.stage].of(action.kind)
                 at[group] += 1
                 moved = True
         if not moved:
@@ -192,13 +222,8 @@ def simulate(table: Table, stages: Sequence[StageSeconds]) -> Run:
     stuck = [str(row[place]) for place, row in zip(at, table, strict=True) if place < len(row)]
     assert not stuck, f"the groups wait for each other forever, before {', '.join(stuck)}"
     _check_order(table, count)
-    busy = tuple(sum(_takes(each, stages) for each in row) for row in table)
+    busy = tuple(sum(stages[each.stage].of(each.kind) for each in row) for row in table)
     return Run(ends, tuple(most_held(row).total() for row in table), busy)
-
-
-def _takes(action: Action, stages: Sequence[StageSeconds]) -> float:
-    own = stages[action.stage]
-    return own.forward if action.kind == "forward" else own.backward
 
 
 def _ready(action: Action, ends: dict[Action, float], stages: Sequence[StageSeconds]) -> float | None:
@@ -217,6 +242,8 @@ def _source(action: Action, count: int) -> Action | None:
     kind, stage, microbatch = action
     if kind == "forward":
         return Action("forward", stage - 1, microbatch) if stage else None
+    if kind == "weights":
+        return Action("backward", stage, microbatch)
     return Action("backward", stage + 1, microbatch) if stage + 1 < count else Action("forward", stage, microbatch)
 
 
@@ -225,14 +252,17 @@ def _reader(action: Action, count: int) -> Action | None:
     kind, stage, microbatch = action
     if kind == "forward":
         return Action("forward", stage + 1, microbatch) if stage + 1 < count else None
-    return Action("backward", stage - 1, microbatch) if stage else None
+    return Action("backward", stage - 1, microbatch) if stage and kind == "backward" else None
+
+
+_SIGNS = {"forward": ("0", 10), "backward": ("a", 26), "weights": ("A", 26)}  # the first of so many
 
 
 def drawn(table: Table, stages: Sequence[StageSeconds], width: int = 96) -> list[str]:
     r"""Return a row of text for each group: time goes from left to right, in ``width`` equal parts.
 
     A digit is the forward of the microbatch with that last digit, a letter the backward of the microbatch with that
-    place in the alphabet, a dot that the group waits.
+    place in the alphabet, a capital letter the gradients of its weights, a dot that the group waits.
 
     >>> print(*drawn(schedule("1f1b", 2, 3), [StageSeconds(1.0, 1.0)] * 2, width=8), sep="\n")
     01·a2b·c
@@ -247,23 +277,26 @@ def drawn(table: Table, stages: Sequence[StageSeconds], width: int = 96) -> list
         cells = ["·"] * width
         for action in row:
             end = run.ends[action] / run.seconds * width
-            start = end - _takes(action, stages) / run.seconds * width
-            first = "0" if action.kind == "forward" else "a"
-            sign = chr(ord(first) + action.microbatch % (10 if action.kind == "forward" else 26))
+            start = end - stages[action.stage].of(action.kind) / run.seconds * width
+            first, many = _SIGNS[action.kind]
+            sign = chr(ord(first) + action.microbatch % many)
             cells[round(start) : round(end)] = sign * (round(end) - round(start))
         rows.append("".join(cells))
     return rows
 
 
 def most_held(row: Sequence[Action]) -> Counter[int]:
-    """Return the microbatches of each stage that a group holds when it holds most, from their forward to the backward.
+    """Return the microbatches of each stage that a group holds when it holds most, from their forward to their end.
+
+    The end is the backward, or, where the schedule has them apart, the gradients of weights.
 
     >>> most_held(schedule("interleaved", 2, 4, 4)[0])
     Counter({0: 3, 2: 2})
     """
     held, most = Counter[int](), Counter[int]()
+    end = "weights" if any(action.kind == "weights" for action in row) else "backward"
     for kind, stage, _ in row:
-        held[stage] += 1 if kind == "forward" else -1
+        held[stage] += (kind == "forward") - (kind == end)
         if held.total() > most.total():
             most = +held
     return most
