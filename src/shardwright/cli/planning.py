@@ -44,7 +44,7 @@ class _PlanCommand(click.Command):
 )
 @click.option(
     "--schedule", metavar="1f1b",
-    help="The order in which they do: 1f1b, gpipe, zb-h1, or interleaved (interleaved:4: four stages a group of ranks).",
+    help="The order in which they do: 1f1b, gpipe, zb-h1, interleaved (interleaved:4: four stages a group of ranks).",
 )  # fmt: skip
 @click.option(
     "--batch", metavar="ROWS",

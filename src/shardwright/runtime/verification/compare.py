@@ -156,7 +156,7 @@ class Verification:
             numbers = f"{d.largest:.1e}", f"{d.tolerance:.0e}"
             rows.append((d.dtype, d.reference, d.kind, *numbers, verdict, d.where))
         lines = [
-            f"{self.how} on {counted(plan.mesh.size, 'rank')}: "
+            f"{self.how} on {counted(plan.devices.size, 'rank')}: "
             f"mode {plan.mode}, search {plan.search}, mesh {plan.shown_mesh}",
             "",
             _table(rows),

@@ -197,7 +197,7 @@ def _worst_of_all_ranks(mine: list[Deviation]) -> list[Deviation]:
 
 
 def _notes(plan: Plan, random: Sequence[Node], found: Sequence[Deviation]) -> Iterator[str]:
-    if plan.mesh.size > 1 and not plan.moved_bytes():
+    if plan.devices.size > 1 and not plan.moved_bytes():
         yield "this plan splits nothing, since that is fastest: every rank computes everything"
     if random:
         first = random[0]
