@@ -142,6 +142,28 @@ def _alpa(gpus: int, width: int, heads: int, published_s: float) -> Run:
     return Run("Alpa GPT", shape, mesh, 8 // gpus, 1, published_s, source, sharded="parameters", hardware="v100")
 
 
+_ALPA_GPT = {
+    "760M": (24, 1536, 16),
+    "1.3B": (24, 2048, 32),
+    "2.6B": (32, 2560, 32),
+    "6.7B": (32, 4096, 32),
+    "15B": (48, 5120, 40),
+}
+
+
+def _on_p3(system: str, name: str, dp: int, tp: int, stages: int, micro_batches: int, tera: float) -> Run:
+    """1,024 samples through stages on p3.16xlarge, as Alpa has found it, or Megatron-LM's best by hand.
+
+    Alpa's runs of other numbers of GPUs have stages of several sizes.
+    """
+    layers, width, heads = _ALPA_GPT[name]
+    shape, gpus = Shape(layers, width, heads, 51200, length=1024), dp * tp * stages
+    mesh = Mesh.of(dp=dp, tp=tp) if tp > 1 else Mesh.of(dp=dp)
+    source = f"Alpa, OSDI 22 artifact, results_e2e.tsv, {system} on {gpus} V100s: {tera} TFLOP/s"
+    published_s, rows = _megatron_s(shape, 1024, gpus, tera), 1024 // micro_batches // dp
+    return Run(f"GPT {name}", shape, mesh, rows, micro_batches, published_s, source, hardware="v100", stages=stages)
+
+
 def _min_gpt(gpus: int, rows: int, tera: float) -> Run:
     """FLOPs with the second forward, as "hardware utilization" says."""
     shape = Shape(96, 12288, 96, 50000)
@@ -212,6 +234,14 @@ RUNS = (
     _alpa(2, 3072, 24, 0.6354),
     _alpa(4, 4096, 32, 0.4974),
     _alpa(8, 5760, 40, 0.5219),
+    _on_p3("Alpa", "760M", 1, 1, 2, 128, 57.92),
+    _on_p3("Alpa", "1.3B", 2, 1, 2, 128, 58.21),
+    _on_p3("Alpa", "6.7B", 2, 4, 2, 64, 60.0),
+    _on_p3("Alpa", "15B", 2, 4, 4, 128, 59.9),
+    _on_p3("Megatron-LM", "1.3B", 2, 1, 2, 128, 55.89),
+    _on_p3("Megatron-LM", "2.6B", 1, 1, 8, 128, 50.44),
+    _on_p3("Megatron-LM", "6.7B", 1, 2, 8, 256, 56.59),
+    _on_p3("Megatron-LM", "15B", 1, 4, 8, 256, 58.24),
     _mpt("1B", 24, 2048, 16, 8, 14, 20513, "nothing"),
     _mpt("7B", 32, 4096, 32, 8, 6, 4641, "nothing"),
     _mpt("13B", 40, 5120, 40, 8, 2, 2262, "nothing"),
