@@ -58,7 +58,7 @@ STEPS = (
     Step("fp16", "the same in fp16 with a scaler", 60, "GPU"),
     Step("masks", "random numbers by position are the same bits on CPU and GPU", 30, "GPU"),
     Step("attention", "attention with dropout: the numbers of the CPU, and no memory for all scores", 60),
-    Step("optimizer", "fused steps of optimizers: the numbers of torch's loops, and the time of both", 60),
+    Step("optimizer", "optimizers with fused=True: the numbers of torch's loops, and the time of both", 60),
     Step("vocabulary", "the loss of a large vocabulary: the numbers of a whole cast, memory and time", 60),
     Step("batch norm", "batch norm of all ranks by kernels: the numbers of operators, and the time of both", 60),
     Step("steady", "steady steps wait for the GPU nowhere (set_sync_debug_mode)", 60, "GPU"),

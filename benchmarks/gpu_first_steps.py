@@ -265,14 +265,14 @@ def attention(device: torch.device, quick: bool) -> dict[str, Any]:
 
 @step("optimizer")
 def optimizer_steps(device: torch.device, quick: bool) -> dict[str, Any]:
-    """AdamW of a parallel model, which takes fused kernels, beside torch's loops over the same numbers."""
+    """AdamW of a parallel model with fused=True, beside torch's loops over the same numbers."""
     width = 64 if quick else 1024
     network = Network(lambda: GPT(64, width=width, heads=4, layers=4, sequence_length=32), lambda: words(64, 4, 32))
     found, after = {}, []
     for way in ("ours", "foreach"):
         model, batch = network.made(device)
         made: Any = model if way == "foreach" else sw.parallelize(model, loss_fn, batch, batch="global")
-        optimizer = torch.optim.AdamW(made.parameters(), foreach=True if way == "foreach" else None)
+        optimizer = torch.optim.AdamW(made.parameters(), **{"fused" if way == "ours" else "foreach": True})
         generator = torch.Generator(device).manual_seed(1)
         for parameter in made.parameters():
             parameter.grad = torch.randn(parameter.shape, device=device, generator=generator)

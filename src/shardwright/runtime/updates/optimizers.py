@@ -3,16 +3,11 @@
 Those that were made before the parameters were split are given the new ones. Those that work entry by entry make their
 step on the parts that this rank holds (`split_tensor`). Those whose arithmetic torch cannot split are given whole
 gradients.
-
-Torch's optimizers go through memory a dozen times unless they are asked for ``fused=True``, which goes through it
-once: AdamW then takes a fifth of the time on a CPU, with the same numbers up to rounding. The kernels take for granted
-that all of a parameter has one memory format, and compute something else or raise where it has not; so that is looked
-at before each step. On a GPU they read the number of the step there, to which it is moved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -20,12 +15,10 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardwright.common.torch_private import part_of
 from shardwright.compiler.mesh.dtensor import gathered, is_on_mesh_of_model, on_mesh, replicated
 from shardwright.compiler.mesh.split_tensor import laid_out, split_tensor
 from shardwright.compiler.plan.pricing.memory import WHOLE_GRADIENTS
@@ -43,15 +36,6 @@ _BY_ENTRY = (
 )  # fmt: skip
 # What they keep of a parameter as a whole. Of a parameter without dims this has the shape of what is kept for entries.
 _NUMBERS = ("step", "eta", "mu", "mu_product")
-# Those with kernels that round as the loops do; Adagrad's differ from its loop by more.
-_KINDS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
-_ALREADY_SAID = ("fused", "foreach")  # how steps are to be made, by who made the optimizer
-_OTHERWISE = ("differentiable", "capturable")
-_DEVICES = ("cpu", "cuda")
-_WITH_ADDRESSES = (Tensor, nn.Parameter)  # of their numbers; a subclass may keep its numbers in other tensors
-_DTYPES = (torch.float32, torch.float64)  # of narrower ones the kernels round less often than the loops
-# The groups that take fused kernels in the step that runs.
-_taking: WeakKeyDictionary[torch.optim.Optimizer, list[dict[str, Any]]] = WeakKeyDictionary()
 
 
 def note_successor(parameter: Tensor, successor: nn.Parameter) -> None:
@@ -61,7 +45,7 @@ def note_successor(parameter: Tensor, successor: nn.Parameter) -> None:
 
 
 def note_trained(parameters: Iterable[nn.Parameter]) -> None:
-    """Let optimizers update these parameters, as a parallel model stores them, as fast as they can."""
+    """Have optimizers that update these parameters, which a parallel model stores, looked at before each step."""
     watch_optimizers()
     for parameter in parameters:
         _trained[parameter] = True
@@ -70,12 +54,11 @@ def note_trained(parameters: Iterable[nn.Parameter]) -> None:
 
 @cache
 def watch_optimizers() -> None:
-    """Look at every optimizer before and after its step; once per process.
+    """Look at every optimizer before its step; once per process.
 
     Cached so that it is done once.
     """
     register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(_after_step)
 
 
 @dataclass
@@ -116,13 +99,9 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
         _refuse_dense_gradients(optimizer)
     if known.has_split:
         note_step(optimizer, has_closure=any(map(callable, (*args, *kwargs.values()))))
-    if isinstance(optimizer, WHOLE_GRADIENTS):
-        prepare: Callable[[torch.optim.Optimizer], None] = _make_whole
-    elif known.is_ours:
-        prepare = take_fused_kernels
-    else:
+    if not isinstance(optimizer, WHOLE_GRADIENTS):
         return None
-    prepare(optimizer)
+    _make_whole(optimizer)
 
     def prepared_after(given: Any) -> Any:
         """A closure, which computes gradients inside of the step, has them prepared when it returns."""
@@ -131,16 +110,12 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
 
         def closure() -> Any:
             loss = given()
-            prepare(optimizer)
+            _make_whole(optimizer)
             return loss
 
         return closure
 
     return tuple(map(prepared_after, args)), {name: prepared_after(value) for name, value in kwargs.items()}
-
-
-def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    leave_fused_kernels(optimizer)
 
 
 def _refuse_dense_gradients(optimizer: torch.optim.SparseAdam) -> None:
@@ -183,7 +158,6 @@ def look_at(optimizer: torch.optim.Optimizer) -> _Known:
             group["params"][at] = successor
     if known is None:
         optimizer.register_load_state_dict_post_hook(_note_loaded)
-        optimizer.register_state_dict_pre_hook(leave_fused_kernels)  # where a step has failed
     updated = _updated(optimizer)
     _known[optimizer] = _Known(
         list(map(ref, updated)),
@@ -258,77 +232,3 @@ def _make_whole(optimizer: torch.optim.Optimizer) -> None:
 
 def _whole(tensor: DTensor) -> DTensor:
     return replicated(gathered(tensor), tensor.device_mesh)
-
-
-# Steps by fused kernels.
-
-
-def take_fused_kernels(optimizer: torch.optim.Optimizer) -> None:
-    """Let the step that begins take fused kernels for each group where that gives the same.
-
-    The group must leave open how its steps are made. First steps, in which the states are made, are left as they are.
-    The number of a step is put where its parameter is, as the kernels want it, without waiting for a GPU.
-    """
-    leave_fused_kernels(optimizer)
-    _taking[optimizer] = [group for group in optimizer.param_groups if _is_to_fuse(optimizer, group)]
-    for group in _taking[optimizer]:
-        group["fused"] = True
-        for parameter in group["params"]:
-            state = optimizer.state.get(parameter, {})
-            step = state.get("step")
-            if isinstance(step, Tensor) and step.device != parameter.device:
-                state["step"] = step.to(parameter.device, non_blocking=True)
-
-
-def leave_fused_kernels(optimizer: torch.optim.Optimizer) -> None:
-    """Leave the settings of an optimizer as they were before its step.
-
-    The kernels do not tell autograd that they write to parameters, as the loops do: without that a backward after the
-    step would be taken for right that reads the parameters of its forward.
-    """
-    for group in _taking.pop(optimizer, ()):
-        group["fused"] = None
-        updated = [parameter for parameter in group["params"] if parameter.grad is not None]
-        increment_version([*updated, *(part_of(each) for each in updated if isinstance(each, DTensor))])
-
-
-def _is_to_fuse(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
-    if not isinstance(optimizer, _KINDS) or torch.compiler.is_compiling():
-        return False
-    if any(group.get(name) is not None for name in _ALREADY_SAID) or any(group.get(name) for name in _OTHERWISE):
-        return False
-    numbers = [group["lr"], *group.get("betas", ())]
-    if any(isinstance(number, Tensor) for number in numbers):  # which the loops round otherwise
-        return False
-    keeps = not isinstance(optimizer, torch.optim.SGD) or group["momentum"] != 0
-    updated = [parameter for parameter in group["params"] if parameter.grad is not None]
-    return all(_lie_alike(parameter, optimizer.state.get(parameter, {}), keeps) for parameter in updated)
-
-
-def _lie_alike(parameter: Tensor, state: Mapping[str, Any], keeps: bool) -> bool:
-    """Return whether a parameter, its gradient and its states have their numbers in one order.
-
-    With ``keeps``, there must be states.
-    """
-    kept = [value for name, value in state.items() if name != "step" and value is not None]
-    step = state.get("step")
-    if parameter.device.type not in _DEVICES or parameter.dtype not in _DTYPES or (keeps and not kept):
-        return False
-    if step is not None and not (
-        isinstance(step, Tensor) and (step.is_cpu or step.device == parameter.device) and step.dtype == torch.float32
-    ):
-        return False
-    placements = getattr(parameter, "placements", None)
-    for value in (parameter, parameter.grad, *kept):
-        part = part_of(value) if isinstance(value, DTensor) else value
-        if (
-            type(part) not in _WITH_ADDRESSES
-            or (value.layout, value.device, value.dtype) != (torch.strided, parameter.device, parameter.dtype)
-            or value.shape != parameter.shape
-            or getattr(value, "placements", None) != placements
-            or not part.is_contiguous()
-            or part.is_neg()
-            or part.is_conj()
-        ):
-            return False
-    return True
