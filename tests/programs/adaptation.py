@@ -1,7 +1,5 @@
 """Programs that adapt models, or change how they are trained."""
 
-import copy
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -63,20 +61,6 @@ def gradual_unfreezing(parallelize):
         yield loss
 
 
-def distillation(parallelize):
-    """Softened outputs of a fixed teacher beside the labels."""
-    teacher, student, batch = net().eval().requires_grad_(False), nn.Linear(8, 3), labelled()
-
-    def loss_fn(model, batch):
-        logits, soft = model(batch[0]), teacher(batch[0]) / 2.0
-        distance = F.kl_div((logits / 2.0).log_softmax(1), soft.softmax(1), reduction="batchmean")
-        return F.cross_entropy(logits, batch[1]) + 4.0 * distance
-
-    parallel = parallelize(student, loss_fn, batch)
-    optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.05)
-    yield from descend(parallel, optimizer, (batch for _ in range(3)))
-
-
 def sharpness_aware(parallelize):
     """Each step is taken with the gradient at a worse point close by."""
     batch = labelled()
@@ -114,24 +98,6 @@ def lbfgs(parallelize):
 
     for _ in range(2):
         yield optimizer.step(closure)
-
-
-def averaged_weights(parallelize):
-    """A moving average of the parameters, which is evaluated at the end."""
-    batch = labelled()
-    parallel = parallelize(net(), lambda model, batch: (classes(model, batch), model(batch[0])), batch)
-    optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.05)
-    average = copy.deepcopy(parallel.full_state_dict())
-    for _ in range(3):
-        loss, _ = parallel(batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        for name, tensor in parallel.full_state_dict().items():
-            average[name].lerp_(tensor, 0.1)
-        yield loss
-    yield torch.func.functional_call(net(), average, (batch[0],)).square().mean()
-    yield parallel.predict(batch).square().mean()
 
 
 class Tasks(nn.Module):

@@ -185,20 +185,3 @@ def vector_quantization(parallelize):
     parallel = parallelize(Quantizer(), loss_fn, x)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.01)
     yield from descend(parallel, optimizer, (x for _ in range(4)))
-
-
-def gradient_penalty(parallelize):
-    """A Wasserstein critic, whose gradient with respect to its input is to have length one."""
-
-    def loss_fn(model, batch):
-        real, fake, mix = batch
-        between = (mix * real + (1 - mix) * fake).requires_grad_(True)
-        (gradient,) = torch.autograd.grad(model(between).sum(), between, create_graph=True)
-        penalty = (gradient.norm(dim=1) - 1).square().mean()
-        return model(fake).mean() - model(real).mean() + 10 * penalty
-
-    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
-    batch = torch.randn(12, 6), torch.randn(12, 6), torch.rand(12, 1)
-    parallel = parallelize(model, loss_fn, batch)
-    optimizer = torch.optim.Adam(parallel.parameters(), lr=0.01)
-    yield from descend(parallel, optimizer, (batch for _ in range(3)))
