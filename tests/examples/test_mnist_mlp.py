@@ -47,16 +47,6 @@ def run_on(ranks, tmp_path, *arguments):
 
 
 @pytest.mark.slow
-def test_eight_ranks_lose_as_one(digits, tmp_path):
-    arguments = ["--data", digits, "--dtype", "float64", "--steps", "50", "--log-every", "1"]
-    one, eight = run_on(1, tmp_path, *arguments), run_on(8, tmp_path, *arguments)
-    assert len(one[1]) == 50  # the 45 of the first epoch, the last of which is not full, and 5 of the second
-    for single, many in zip(one[1], eight[1], strict=True):
-        assert abs(single - many) < 1e-12
-    assert re.match(r"epoch: 1 step: 1, loss is \d\.\d+\n", eight[0])
-
-
-@pytest.mark.slow
 def test_the_sum_is_the_mean_with_the_rate_times_the_ranks(digits, tmp_path):
     arguments = ["--data", digits, "--dtype", "float64", "--steps", "40", "--log-every", "1"]
     mean = run_on(2, tmp_path, *arguments, "--lr", "0.02")[1]

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from many_hosts import jobs_on_hosts
-from shardwright.data.digits import write_digits
 
 BIN = Path(sys.executable).parent
 MPIRUN = shutil.which("mpirun", path=str(BIN)) or shutil.which("mpirun")
@@ -168,79 +167,6 @@ def test_a_script_for_torch_distributed_launch_on_two_hosts_by_one_command(tmp_p
         assert found[0] == found[1]
         assert [seen[:3] for seen in found[0]] == [[str(rank % 2), "4", f"host{1 + rank // 2}"] for rank in range(4)]
         assert len({seen[3] for seen in found[0]}) == 1
-
-
-TUTORIAL = """
-    import argparse, os, pickle
-    import numpy as np
-    import torch
-    import torch.distributed as dist
-    import torch.nn as nn
-    from torch.nn.parallel import DistributedDataParallel as DDP
-    from torch.utils.data import DataLoader, Dataset
-    from torch.utils.data.distributed import DistributedSampler
-
-    class CIFAR10(Dataset):
-        def __init__(self, root):
-            self.data, self.targets = [], []
-            for i in range(1, 6):
-                with open(os.path.join(root, "cifar-10-batches-py", "data_batch_%d" % i), "rb") as f:
-                    entry = pickle.load(f, encoding="latin1")
-                self.data.append(entry["data"])
-                self.targets.extend(entry["labels"])
-            self.data = np.vstack(self.data).reshape(50000, 3, 32, 32)
-
-        def __len__(self):
-            return len(self.data)
-
-        def __getitem__(self, index):
-            return torch.from_numpy(self.data[index]).float() / 255.0, self.targets[index]
-
-    def main():
-        parser = argparse.ArgumentParser(description="PyTorch DDP Training")
-        parser.add_argument("--local_rank", default=-1, type=int, help="node rank for distributed training")
-        parser.add_argument("--data", default="./data")
-        parser.add_argument("-b", "--batch-size", default=32, type=int)
-        parser.add_argument("--lr", default=0.01, type=float)
-        parser.add_argument("--epochs", default=1, type=int)
-        args = parser.parse_args()
-        dist.init_process_group(backend="gloo", init_method="env://")
-        torch.manual_seed(1)
-        model = DDP(nn.Sequential(nn.Conv2d(3, 4, 3, stride=4), nn.ReLU(), nn.Flatten(), nn.Linear(256, 10)))
-        dataset = CIFAR10(args.data)
-        sampler = DistributedSampler(dataset)
-        loader = DataLoader(dataset, batch_size=args.batch_size, sampler=sampler, num_workers=0)
-        criterion, optimizer = nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), args.lr, momentum=0.9)
-        for epoch in range(args.epochs):
-            sampler.set_epoch(epoch)
-            for i, (images, target) in enumerate(loader):
-                loss = criterion(model(images), target)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                if i == 3:
-                    break
-        weight = sum(p.double().abs().sum().item() for p in model.parameters())
-        with open(f"seen.{dist.get_rank()}", "w") as f:
-            f.write(f"{args.local_rank} {os.environ['WORLD_SIZE']} {len(sampler)} {weight:.9f}")
-        dist.destroy_process_group()
-
-    if __name__ == "__main__":
-        main()
-"""
-
-
-def test_the_program_of_a_ddp_tutorial_on_two_hosts(tmp_path):
-    """Its loader counts on files of full size, and its parser has --local_rank; the line is that of one host."""
-    write_digits(tmp_path / "data", "cifar10", full_size=True)
-    with jobs_on_hosts(2, tmp_path) as (_, job):
-        job.write("main.py", TUTORIAL)
-        words = ["--nproc_per_node=2", "--nnodes=2", "--node_rank=0", "--master_addr=host1", "--master_port=1234"]
-        ended = job.run("-H", "host1,host2", *words, "main.py", "-b", "16", timeout_s=100)
-        assert ended.code == 0, ended.stderr
-        seen = [(job.folder / f"seen.{rank}").read_text().split() for rank in range(4)]
-        assert [one[:3] for one in seen] == [[str(rank % 2), "4", "12500"] for rank in range(4)]
-        assert len({one[3] for one in seen}) == 1, "all ranks have the same weights"
 
 
 def test_a_benchmark_on_two_hosts(tmp_path):

@@ -1,8 +1,7 @@
-"""Jobs on several hosts do what they do on one: placement, environment, output, losses."""
+"""Jobs on several hosts do what they do on one: placement, environment, output."""
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +10,6 @@ import pytest
 
 from launching import COMMAND, wait_until
 
-ROOT = Path(__file__).parents[3]
-REFERENCE = ROOT / "tests" / "reference"
 SHOW = (
     'echo "$RANK $LOCAL_RANK $GROUP_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $MASTER_ADDR $GLOO_SOCKET_IFNAME '
     '$NCCL_SOCKET_IFNAME $(hostname)"'
@@ -176,46 +173,6 @@ def test_a_carrier_can_start_again_on_the_same_hosts(job):
 
 
 # --- with torch
-
-
-def quick_start(job, hosts):
-    example = str(ROOT / "examples" / "quickstart.py")
-    words = ["--mode", "auto", "--batch", "16", "--weights", str(REFERENCE)]
-    ended = job.run("-H", hosts, example, *words, timeout_s=100)
-    assert ended.code == 0, ended.stderr
-    expected = json.loads((REFERENCE / "quickstart.json").read_text())["losses_batch_16"]
-    for text in logs(job, 4 if hosts.count("host") == 2 else 8):
-        assert losses(text) == pytest.approx(expected, rel=0, abs=1e-5)
-
-
-def losses(text):
-    return [float(loss) for loss in re.findall(r"loss is (\S+)", text)]
-
-
-@pytest.mark.slow
-def test_the_quick_start_loses_on_two_hosts_as_on_one(job):
-    quick_start(job, "host1:2,host2:2")
-
-
-def perceptron(job, hosts):
-    """The shipped configuration, on one rank and on those hosts, where the data and the folder are the same."""
-    subprocess.run([COMMAND, "data", "digits", "--format", "mnist", "--out", job.folder / "digits"], check=True)
-    train = ["-m", "shardwright", "train", "--config", "mnist_mlp", "-o", "data.root=digits", "-o", "train.steps=10",
-             "-o", "system.dtype=float64", "-o", "train.log_every=1"]  # fmt: skip
-    for name, where, mode in (("one", "localhost:1", "single"), ("data", hosts, "data"), ("auto", hosts, "auto")):
-        words = ["-o", f"parallel.mode={mode}", "-o", f"train.output_dir={name}"]
-        ended = job.run("-H", where, "--job", name, *train, *words, timeout_s=100)
-        assert ended.code == 0, ended.stderr
-    one = losses(job.log(0, job="one"))
-    assert len(one) == 10
-    for name in ("data", "auto"):
-        assert losses(job.log(0, job=name)) == pytest.approx(one, rel=0, abs=1e-7)  # as many digits as are shown
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_the_perceptron_loses_on_two_hosts_as_on_one(job):
-    perceptron(job, "host1:2,host2:2")
 
 
 @pytest.mark.slow

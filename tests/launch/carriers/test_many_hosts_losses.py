@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from many_hosts import BOTH, LEASE_S, PYTHON, SLACK_S, SLEEP, STUBBORN, UP, failed, jobs_on_hosts, wait_until_alone
+from many_hosts import BOTH, LEASE_S, PYTHON, SLACK_S, SLEEP, STUBBORN, failed, jobs_on_hosts, wait_until_alone
 
 pytestmark = pytest.mark.slow
 
@@ -82,25 +82,6 @@ def alive(pid):
         return False
 
 
-def test_a_rank_that_returns_0_early_is_told_beside_the_failure_of_its_peers(job):
-    script = job.write(
-        "train.py",
-        UP
-        + """
-    import torch, torch.distributed as dist
-    dist.init_process_group("gloo")
-    dist.barrier()
-    if rank == 0: os._exit(0)
-    dist.all_reduce(torch.ones(1))
-    """,
-    )
-    ended = job.run(*BOTH, script, timeout_s=60)
-    assert ended.code == 1, ended.stderr
-    assert "rank 1 on host2 failed first: exit code 1, " in ended.stderr
-    assert re.search(r"rank 0 returned 0, \d+\.\d+ s (before|after)", ended.stderr), ended.stderr
-    assert failed(job)["rank"] == 1
-
-
 def test_a_host_that_may_not_open_enough_files_for_its_ranks_is_named(job):
     python = wrapper(job, "python", "ulimit -n 40")
     words = ["-H", "host1:1,host2:16", "--python", f"host2={python}"]
@@ -150,14 +131,3 @@ def test_real_interpreters_of_other_versions_are_refused(job):
         else:
             assert f"host2: {path} is Python {major}.{minor}." in ended.stderr
             assert "there, expected 3.11 or newer; type --python PATH" in ended.stderr
-
-
-def test_ctrl_c_once_is_enough_where_ranks_heed_it(job):
-    script = job.write("train.py", UP + "    try: time.sleep(100)\n    except KeyboardInterrupt: sys.exit(0)\n")
-    launcher = job.start("-H", "host1:2,host2:2", "--grace", "600", *PYTHON, script)
-    job.wait_for_ranks(4)
-    launcher.send_signal(signal.SIGINT)
-    ended = job.finish(launcher)
-    assert ended.code == 130
-    assert "SIGINT: ending 4 ranks, which have 600 s before they are killed" in ended.stderr
-    assert "had to be killed" not in ended.stderr

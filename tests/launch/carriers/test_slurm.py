@@ -237,20 +237,3 @@ def test_a_batch_job_that_is_told_to_end_tells_its_ranks(job):
         job.wait_for_file(f"told.{rank}")
     wait_until(lambda: "SIGTERM: ending 2 ranks" in (job.folder / "out").read_text(), 60, "the launcher says so")
     wait_until(lambda: not job.survivors(), 60, "the end of all processes")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(200)
-def test_the_perceptron_loses_under_srun_as_alone(job):
-    from test_many_hosts import ROOT, losses
-
-    subprocess.run([COMMAND, "data", "digits", "--format", "mnist", "--out", job.folder / "digits"], check=True)
-    words = [sys.executable, str(ROOT / "examples" / "mnist_mlp.py"), "--data", "digits", "--dtype", "float64"]
-    found = []
-    for how in ([], ["srun", "-N", "2", "-n", "2"]):
-        command = [*how, *words, "--steps", "5", "--log-every", "1"]
-        done = subprocess.run(command, cwd=job.folder, env=job.environment, capture_output=True, text=True, timeout=90)
-        assert done.returncode == 0, done.stderr
-        found.append(losses(done.stdout))
-    assert len(found[0]) == 5
-    assert found[1] == pytest.approx(found[0], rel=0, abs=1e-10)
