@@ -47,8 +47,8 @@ class Group(ctypes.Structure):
         )  # fmt: skip
 
 
-class Told(ctypes.Structure):
-    """The arguments of native.c for a collective, and its progress."""
+class CollectiveCall(ctypes.Structure):
+    """The arguments of native.c for a collective, and how far it has come."""
 
     _fields_ = (
         ("head", ctypes.c_char_p), ("note_bytes", ctypes.c_int64), ("own", ctypes.c_void_p), ("data", ctypes.c_void_p),
@@ -70,12 +70,7 @@ class Native:
         self.wait = library.shardwright_wait
         self.wait.argtypes = (group, ctypes.c_uint32, ctypes.c_int64)
         self.collective = library.shardwright_collective
-        self.collective.argtypes = (group, ctypes.POINTER(Told), ctypes.c_int64)
-        self.again = library.shardwright_again
-        self.again.argtypes = (
-            group, ctypes.POINTER(Told), ctypes.c_uint32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint32,
-            ctypes.c_int64,
-        )  # fmt: skip
+        self.collective.argtypes = (group, ctypes.POINTER(CollectiveCall), ctypes.c_int64)
 
 
 def built() -> Path | None:

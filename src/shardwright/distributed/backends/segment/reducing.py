@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import struct
-from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,14 +12,20 @@ from torch import Tensor
 from shardwright.distributed.backends.segment.collectives import Collectives
 from shardwright.distributed.backends.segment.flats import is_plain
 from shardwright.distributed.backends.segment.memory import DATA_BYTES, SMALL_BYTES
-from shardwright.distributed.backends.segment.native import GATHERED, OPERATIONS, TYPES, Group, Native, Told, reduces
+from shardwright.distributed.backends.segment.native import (
+    GATHERED,
+    OPERATIONS,
+    TYPES,
+    CollectiveCall,
+    Group,
+    Native,
+    reduces,
+)
 from shardwright.distributed.backends.segment.notes import Note
 
-_WAITING, DONE, _DIFFER = 0, 1, 2  # what native code answers
+_WAITING, _DIFFER = 0, 2  # what native code answers
 _NUMBER = struct.Struct("<I")  # with which a head begins
 _OPERATIONS = {kind: kind.name for kind in dist.ReduceOp.RedOpType.__members__.values()}
-_SUM = dist.ReduceOp.RedOpType.__members__["SUM"]
-_MOST_KINDS = 1024  # that are remembered: batches of ever new sizes may have any number of them
 
 
 class _Kind(NamedTuple):
@@ -40,7 +44,7 @@ class NativeCollectives:
 
     def __init__(self, collectives: Collectives, native: Native, group: Group) -> None:
         self.collectives, self.native, self.group = collectives, native, group
-        self.told = Told()  # of the one that is under way: there is one at a time
+        self.call = CollectiveCall()  # of the one that is under way: there is one at a time
 
     def all_reduce(self, tensor: Tensor, reduce_op: Any) -> NativeCollective | None:
         """The next one; None for what native code does not reduce."""
@@ -49,11 +53,6 @@ class NativeCollectives:
             return None
         flat = _plain_of(tensor)  # steps in Python would not meet the native code of ranks whose tensors are plain
         return NativeCollective(self, kind, flat, flat, tensor)
-
-    def repeated(self, tensor: Tensor) -> RepeatedCollective | None:
-        """Return a sum that can be repeated for tensors like this one; None for what native code does not sum."""
-        kind = _reducing(tensor.dtype, tensor.numel(), _SUM, self.collectives.size) if is_plain(tensor) else None
-        return None if kind is None else RepeatedCollective(self, kind)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> NativeCollective | None:
         """The next one; None for what does not lie as it is to be read: steps in Python meet it."""
@@ -76,12 +75,8 @@ def _plain_of(tensor: Tensor) -> Tensor:
     )
 
 
-@lru_cache(_MOST_KINDS)
 def _reducing(dtype: torch.dtype, numel: int, operation: Any, size: int) -> _Kind | None:
-    """Return what sums of such tensors have in common; None where native code does not sum them.
-
-    Cached by all that it is made of: a dtype, whole numbers, and a kind of operation that carries no factor.
-    """
+    """Return what sums of such tensors have in common; None where native code does not sum them."""
     name = _OPERATIONS[operation]
     if not reduces(dtype, name):
         return None
@@ -89,12 +84,8 @@ def _reducing(dtype: torch.dtype, numel: int, operation: Any, size: int) -> _Kin
     return _Kind(head, numel, TYPES[dtype], OPERATIONS[name], numel * dtype.itemsize * size <= SMALL_BYTES)
 
 
-@lru_cache(_MOST_KINDS)
 def _scattering(dtype: torch.dtype, numel: int, operation: Any, size: int) -> _Kind | None:
-    """Return what reduce-scatters of such tensors have in common; None where native code does not sum them.
-
-    Cached by all that it is made of, as `_reducing`.
-    """
+    """Return what reduce-scatters of such tensors have in common; None where native code does not sum them."""
     name = _OPERATIONS[operation]
     if not reduces(dtype, name):
         return None
@@ -103,12 +94,8 @@ def _scattering(dtype: torch.dtype, numel: int, operation: Any, size: int) -> _K
     return _Kind(note, numel, TYPES[dtype], OPERATIONS[name], one_stage, scatters=True)
 
 
-@lru_cache(_MOST_KINDS)
 def _gathering(dtype: torch.dtype, numel: int) -> _Kind:
-    """Return what gathers of such tensors have in common.
-
-    Cached by all that it is made of, a dtype and a whole number.
-    """
+    """Return what gathers of such tensors have in common."""
     operation, code = GATHERED
     nbytes = numel * dtype.itemsize
     head = Note(0, "all_gather", dtype, numel).head()[_NUMBER.size :]
@@ -128,13 +115,13 @@ class NativeCollective:
         return self._kind.one_stage
 
     def advance(self, timeout_s: float) -> bool:
-        native, told, rendezvous = self._all.native, self._all.told, self._all.collectives.rendezvous
+        native, call, rendezvous = self._all.native, self._all.call, self._all.collectives.rendezvous
         assert self._tensors is not None
         own, into, output = self._tensors
         if not self._begun:
-            self._begin(told, rendezvous.stage, own, into)
-        answer = native.collective(self._all.group, told, int(timeout_s * 1e9))
-        rendezvous.stage = told.stage
+            self._begin(call, rendezvous.stage, own, into)
+        answer = native.collective(self._all.group, call, int(timeout_s * 1e9))
+        rendezvous.stage = call.stage
         if answer == _WAITING:
             return False
         if answer == _DIFFER:
@@ -146,40 +133,13 @@ class NativeCollective:
 
     wait = advance  # as it is awaited where it is one step of several
 
-    def _begin(self, told: Told, stage: int, own: Tensor, into: Tensor) -> None:
+    def _begin(self, call: CollectiveCall, stage: int, own: Tensor, into: Tensor) -> None:
         kind, collectives = self._kind, self._all.collectives
         collectives.number += 1
         self._head = _NUMBER.pack(collectives.number % (1 << 32)) + kind.head
-        told.head, told.note_bytes = self._head, len(self._head)
-        told.count = kind.elements
-        told.type, told.operation, told.scatters = kind.type_code, kind.operation_code, kind.scatters
-        told.own, told.data = own.data_ptr(), into.data_ptr()
-        told.step, told.waits, told.stage = 0, 0, stage
+        call.head, call.note_bytes = self._head, len(self._head)
+        call.count = kind.elements
+        call.type, call.operation, call.scatters = kind.type_code, kind.operation_code, kind.scatters
+        call.own, call.data = own.data_ptr(), into.data_ptr()
+        call.step, call.waits, call.stage = 0, 0, stage
         self._begun = True
-
-
-class RepeatedCollective:
-    """One of one tensor of a dtype and a size, which is begun again and again."""
-
-    def __init__(self, native: NativeCollectives, kind: _Kind) -> None:
-        self.one_stage = kind.one_stage
-        self._collectives = native.collectives
-        self._go_on, self._group = native.native.collective, ctypes.byref(native.group)
-        self._head = ctypes.create_string_buffer(_NUMBER.pack(0) + kind.head, _NUMBER.size + len(kind.head))
-        self.told = Told(
-            head=ctypes.cast(self._head, ctypes.c_char_p), note_bytes=len(self._head), count=kind.elements,
-            type=kind.type_code, operation=kind.operation_code,
-        )  # fmt: skip
-        self._by_reference = ctypes.byref(self.told)
-        self.answer = _WAITING
-        self.begin = partial(native.native.again, self._group, self._by_reference)
-        """Called with its number, the addresses of what this rank gives and of the result, the stage of this rank and
-        for how many nanoseconds others are waited for. Returns the ``answer``; ``told`` has the new stage then."""
-
-    def advance(self, timeout_s: float) -> bool:
-        if self.answer == _WAITING:
-            self.answer = self._go_on(self._group, self._by_reference, int(timeout_s * 1e9))
-            self._collectives.rendezvous.stage = self.told.stage
-        if self.answer == _DIFFER:
-            self._collectives.compare(self._head.raw)
-        return bool(self.answer != _WAITING)
