@@ -11,7 +11,7 @@ from shardwright.checkpoint.saving.image import _streams_beside
 from shardwright.checkpoint.storage.store import Store
 from shardwright.common import package
 from shardwright.common.threads import Thread, thread_pool
-from shardwright.distributed.following import Follower
+from shardwright.distributed.device_reports import Follower
 from shardwright.distributed.ranks import OneRank, Purpose
 
 # Wings whose threads start and reach hosts; none of them brings tensors to a GPU, and the first imports no torch.

@@ -9,7 +9,7 @@ from torch import nn
 import shardwright as sw
 from ranks import run_ranks
 from shardwright.errors import UsageError
-from shardwright.training.alike import refuse_unlike_settings
+from shardwright.training.same_settings import refuse_unlike_settings
 from shardwright.training.zoo.config import load_config
 
 

@@ -7,7 +7,7 @@ from torch.utils.data import TensorDataset
 import shardwright as sw
 from models import NETWORKS
 from ranks import run_ranks
-from shardwright.distributed.on_its_way import OnItsWay
+from shardwright.distributed.pending_numbers import PendingNumbers
 from shardwright.errors import UsageError
 from steady import waits_in_a_step
 
@@ -79,7 +79,7 @@ def test_what_waits_is_found():
         _is_bad(torch.ones(2))
         randint_below(torch.ones(2), torch.tensor(3), torch.int64, 1, (2,), (0,))
         torch.ones(2).tolist()  # of this file
-        OnItsWay(torch.ones(())).value()
+        PendingNumbers(torch.ones(())).value()
     assert [where.partition(":")[0] for where in waits] == [
         "__bool__ at training/nonfinite.py",
         "__int__ at compiler/lower/operators/draws.py",
@@ -143,7 +143,7 @@ def compared(kind, what):
     return found
 
 
-# What ranks have told each other lies in the memory of the host; what a GPU is asked for comes by `OnItsWay`.
+# What ranks have told each other lies in the memory of the host; what a GPU is asked for comes by `PendingNumbers`.
 TOLD = ["__bool__ at runtime/checks/same_batch.py", "tolist at runtime/checks/replicas.py"]
 
 

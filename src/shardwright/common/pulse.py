@@ -7,7 +7,7 @@ Behind these bytes the same file takes the stacks of the rank's threads, which f
 `STACK_SIGNAL` whatever the rank is busy with.
 
 Where collectives run beside the program, as on GPUs, to call one is to put it at the end of a queue. A thread of the
-rank then asks the device how far it has come (`shardwright.distributed.following`), and what is written is the
+rank then asks the device how far it has come (`shardwright.distributed.device_reports`), and what is written is the
 collective at the front of the queue. Asked by its supervisor, it also leaves here what torch has recorded of its
 collectives.
 

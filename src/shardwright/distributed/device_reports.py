@@ -1,9 +1,9 @@
-"""Tells those who watch the job what a device does and holds.
+"""Reports to the launcher which collectives a GPU has completed, and how much memory and traffic a rank has.
 
-To the pulse of this rank is told which of the collectives that it was asked for a GPU has done. NCCL's calls return
-when the GPU has been asked. So an event stands before and behind each collective, and a thread asks which of them the
-GPU has come to: a rank that hangs says in which collective its GPU is, or that it never came to it. Where nobody
-watches there are neither events nor a thread.
+NCCL's calls return when a collective is enqueued, so that they do not say whether it has run. An event is recorded
+before and after each collective, and a thread writes to this rank's pulse which of the events the GPU has passed: the
+report of a hang then says in which collective a GPU is, or that it never began it. Without a launcher that watches
+there are neither events nor a thread.
 """
 
 from __future__ import annotations

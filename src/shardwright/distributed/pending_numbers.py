@@ -1,4 +1,4 @@
-"""Numbers that come from a GPU while it works on, instead of after all that it has been asked to do."""
+"""Numbers of a GPU, copied to the host without waiting: the copy is read when somebody asks for them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 
-class OnItsWay:
-    """The numbers of a small tensor as they are when the device comes to this; nobody waits until they are asked for.
+class PendingNumbers:
+    """The numbers of a small tensor; creating this enqueues their copy, and only reading them waits for the device.
 
-    On a CPU they are there at once.
+    On a CPU there is nothing to wait for.
     """
 
     def __init__(self, tensor: Tensor) -> None:

@@ -29,8 +29,8 @@ from shardwright.distributed.backends.table import (
     usual_backend,
 )
 from shardwright.distributed.control import bound_collectives, control_group, world_group
+from shardwright.distributed.device_reports import follow_device, measure_steps, switch_on_recorder
 from shardwright.distributed.devices import asked_device, device_type, gpu_index, host_names
-from shardwright.distributed.following import follow_device, measure_steps, switch_on_recorder
 from shardwright.distributed.gloo_threads import calm_receivers, leave_at_exit
 from shardwright.distributed.meeting import (
     Card,

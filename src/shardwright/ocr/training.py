@@ -30,10 +30,10 @@ from shardwright.ocr.validation import Validator
 from shardwright.ocr.weights import backbone_problems, begin, network_problems
 from shardwright.runtime.model import ParallelModel
 from shardwright.runtime.parallel import parallelize
-from shardwright.training.alike import refuse_unlike_settings
 from shardwright.training.callbacks import EMA, LossMonitor, NanGuard
 from shardwright.training.checkpointing import ModelCheckpoint
 from shardwright.training.hooks import Callback
+from shardwright.training.same_settings import refuse_unlike_settings
 from shardwright.training.schedules import constant_schedule, cosine_schedule, polynomial_schedule, step_schedule
 from shardwright.training.trainer import Trainer
 

@@ -25,7 +25,7 @@ from shardwright.compiler.plan.plan import Plan
 from shardwright.data.loading.batch import Batch
 from shardwright.distributed.agreement import from_all_ranks, from_rank_zero
 from shardwright.distributed.lockstep import Lockstep, Turns
-from shardwright.distributed.on_its_way import OnItsWay
+from shardwright.distributed.pending_numbers import PendingNumbers
 from shardwright.distributed.ranks import ranks_by_collectives
 from shardwright.distributed.world import World
 from shardwright.errors import UsageError
@@ -164,7 +164,7 @@ class Parallel(ParallelModel):
             assert loss is not None
             self._rows = rows
             if training:
-                pulse.steps.computed(rows.total, partial(OnItsWay, loss.detach()))
+                pulse.steps.computed(rows.total, partial(PendingNumbers, loss.detach()))
             if kind != "evaluation" and self.options.gradients == "sum":
                 loss = _scaled_gradient(loss, self.world.size)
             if self._split and loss.requires_grad:

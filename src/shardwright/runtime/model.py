@@ -24,12 +24,12 @@ from shardwright.compiler.lower.program import LocalProgram
 from shardwright.compiler.plan.plan import Plan
 from shardwright.distributed.control import control_group
 from shardwright.distributed.lockstep import Lockstep
-from shardwright.distributed.on_its_way import OnItsWay
+from shardwright.distributed.pending_numbers import PendingNumbers
 from shardwright.distributed.precision import Precision
 from shardwright.distributed.ranks import alone
 from shardwright.errors import UsageError
 from shardwright.runtime.evaluation import Evaluation, Sums, metric_sums
-from shardwright.runtime.like_module import LikeModule, evaluating
+from shardwright.runtime.module_interface import ModuleInterface, evaluating
 from shardwright.runtime.programs.execute import Execution
 from shardwright.runtime.updates.optimizers import look_at, note_trained
 
@@ -43,7 +43,7 @@ class Replay:
     values: Mapping[str, Any]
 
 
-class ParallelModel(LikeModule):
+class ParallelModel(ModuleInterface):
     """``parallel(batch)`` is the loss of the global batch, the same on every rank; its backward leaves gradients.
 
     Where the loss function returns ``(loss, aux)``, so does this, and a backward that comes to ``aux`` is refused.
@@ -170,7 +170,7 @@ class ParallelModel(LikeModule):
     def _tell_computed(self, samples: int, loss: Tensor) -> None:
         """Tell those who watch the job what a batch of a step gave."""
         if (steps := self._pulse.steps).told:
-            steps.computed(samples, partial(OnItsWay, loss.detach()))
+            steps.computed(samples, partial(PendingNumbers, loss.detach()))
 
     # The state
 

@@ -30,7 +30,7 @@ def evaluating(module: nn.Module) -> Iterator[None]:
             each.training = training
 
 
-class LikeModule(ABC):
+class ModuleInterface(ABC):
     """The methods of `torch.nn.Module` that a training script calls, answered by the user's model."""
 
     module: nn.Module

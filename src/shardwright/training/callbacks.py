@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardwright.checkpoint.saving.asynchronous import wait_copied
 from shardwright.compiler.report.text import loss_line
-from shardwright.distributed.on_its_way import OnItsWay
+from shardwright.distributed.pending_numbers import PendingNumbers
 from shardwright.errors import TrainingError, UsageError
 from shardwright.launch.progress_notes import waiting_for
 from shardwright.runtime.evaluation import Evaluation
@@ -50,7 +50,7 @@ class LateLosses(Callback, ABC):
         if every < 1:
             raise UsageError(f"expected {type(self).__name__}(every=...) of at least 1 step, got {every}")
         self.every = every
-        self._due: tuple[OnItsWay, Callable[[float], LateStep]] | None = None
+        self._due: tuple[PendingNumbers, Callable[[float], LateStep]] | None = None
 
     @abstractmethod
     def told(self, step: LateStep) -> None:
@@ -59,7 +59,7 @@ class LateLosses(Callback, ABC):
     def on_step_end(self, run: RunView) -> None:
         self._tell()
         if run.step % self.every == 0 and run.world.rank == 0:
-            self._due = OnItsWay(run.loss), _late_step(run)
+            self._due = PendingNumbers(run.loss), _late_step(run)
             if self._due[0].is_there:
                 self._tell()
 
@@ -241,10 +241,10 @@ class NanGuard(Callback):
     on_every_rank = True
 
     def __init__(self) -> None:
-        self._loss: OnItsWay | None = None
+        self._loss: PendingNumbers | None = None
 
     def on_loss(self, run: RunView, batch: Any, loss: Tensor) -> None:
-        self._loss = OnItsWay(loss)
+        self._loss = PendingNumbers(loss)
 
     def on_backward(self, run: RunView, batch: Any, loss: Tensor) -> None:
         assert self._loss is not None

@@ -1,4 +1,4 @@
-"""Compares what all ranks of a run must have alike: their callbacks with settings, and the configuration."""
+"""Refuses runs whose ranks have different callbacks, settings of callbacks, or configurations."""
 
 from __future__ import annotations
 

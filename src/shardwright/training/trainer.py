@@ -23,18 +23,18 @@ from torch.optim.lr_scheduler import LRScheduler
 from shardwright.checkpoint.loading.match import Rename
 from shardwright.common.pulse import own_pulse
 from shardwright.compiler.report.text import start_line, validation_line
-from shardwright.distributed.on_its_way import OnItsWay
+from shardwright.distributed.pending_numbers import PendingNumbers
 from shardwright.distributed.precision import Precision, autocast, check_precision, gradient_scaler
 from shardwright.distributed.world import current_world
 from shardwright.errors import UsageError
 from shardwright.runtime.evaluation import Evaluation, Sums
-from shardwright.runtime.like_module import evaluating
 from shardwright.runtime.model import ParallelModel
-from shardwright.training.alike import refuse_unlike_run
+from shardwright.runtime.module_interface import evaluating
 from shardwright.training.checkpointing import ModelCheckpoint
 from shardwright.training.hooks import Callback, RunView, Validation
 from shardwright.training.network.traffic import TrafficWatch
 from shardwright.training.resuming import Begun, Continuation, resume
+from shardwright.training.same_settings import refuse_unlike_run
 
 
 class Trainer:
@@ -230,7 +230,7 @@ class Trainer:
             self._pulse.begin_step(self.steps)
             self._train_step(group)
             if self._pulse.steps.told:
-                self._pulse.steps.computed(0, partial(OnItsWay, self.loss))
+                self._pulse.steps.computed(0, partial(PendingNumbers, self.loss))
             self._call_all("on_step_end")
             self._pulse.steps.close()
             self._stopping = self._stopping or self.steps == last_step

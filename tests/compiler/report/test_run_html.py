@@ -6,10 +6,10 @@ import time
 import pytest
 from browser import opened
 
+from reported_jobs import PLAN, job, tell
 from shardwright.compiler.report.runs.html import document_of, history, save_html, whole_run
 from shardwright.errors import UsageError
 from shardwright.launch.progress.ranks import WatchedJob
-from told_jobs import PLAN, job, tell
 
 
 def document(made, ranks=4):

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from shardwright.common.pulse import PulseFile, open_pulse, site
-from shardwright.distributed.following import Follower, recorded
+from shardwright.distributed.device_reports import Follower, recorded
 from shardwright.launch.hangs.stacks import Frame, Observation, Target, observe
 from shardwright.launch.hangs.stall_report import report_text
 from shardwright.launch.hangs.stall_verdict import Hang, location_of

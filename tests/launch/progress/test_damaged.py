@@ -9,6 +9,7 @@ import time
 import pytest
 
 from mutated import mutations
+from reported_jobs import LINE, PLAN, job, tell
 from shardwright.cluster.jobs import on_host as of_jobs
 from shardwright.cluster.trust import on_host as of_trust
 from shardwright.cluster.watch import on_host as of_watch
@@ -19,7 +20,6 @@ from shardwright.launch.joblog.job import JobFolder, JobState, find_job
 from shardwright.launch.joblog.jobs import JobRecord, known_jobs, make_private
 from shardwright.launch.joblog.judge import read_error_file
 from shardwright.launch.progress.ranks import WatchedJob
-from told_jobs import LINE, PLAN, job, tell
 
 OTHERS = (None, True, "x", -1, 1.5, 10**40, float("nan"), [], {})
 NO_JSON = (b"\xff\xfe", b"{", b"[" * 100_000, b"3", b"\0", b"[]", b'"x"')

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from reported_jobs import PLAN, job, tell
 from shardwright.cluster.watch import command
 from shardwright.cluster.watch.view import events, screen
 from shardwright.common.schema import from_json
@@ -26,7 +27,6 @@ from shardwright.launch.joblog.logs import LiveFiles
 from shardwright.launch.progress.lines import GrowingFile
 from shardwright.launch.progress.ranks import Snapshot, WatchedJob
 from shardwright.launch.supervisor.rank_start import check_open_files, open_steps
-from told_jobs import PLAN, job, tell
 
 
 class There:

@@ -158,7 +158,7 @@ def step_on_gpu(plan: Plan, rank: int) -> tuple[dict[str, Any], Waits]:
         ]  # fmt: skip
 
     with pytest.MonkeyPatch.context() as patch, mode, torch.autograd.set_multithreading_enabled(False):
-        patch.setattr("shardwright.compiler.lower.operators.guard.OnItsWay", _NeverThere)
+        patch.setattr("shardwright.compiler.lower.operators.guard.PendingNumbers", _NeverThere)
         patch.setattr("shardwright.runtime.programs.execute.Guard", lambda on: Guard(on=True))
         arguments = StepArguments(*(made(kind) for kind in ("parameter", "buffer", "input", "constant")), 0, 0)
         execution = Execution(

@@ -20,7 +20,8 @@ _ASKS |= {"is_nonzero", "equal", "allclose", "masked_select", "unique", "synchro
 _MAKES = {"tensor", "as_tensor", "new_tensor"}  # from numbers in Python, which are copied from pageable memory
 # Where a number is asked for when it has come, and where on a CPU alone.
 _ALLOWED = {
-    ("distributed/on_its_way.py", "value"), ("distributed/on_its_way.py", "values"), ("distributed/seed.py", "drawn"),
+    ("distributed/pending_numbers.py", "value"), ("distributed/pending_numbers.py", "values"),
+    ("distributed/seed.py", "drawn"),
     ("compiler/lower/operators/kernels.py", "cross_entropy"),
 }  # fmt: skip
 

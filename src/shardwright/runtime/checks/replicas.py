@@ -39,7 +39,7 @@ from shardwright.compiler.mesh.processes import all_gather_single
 from shardwright.distributed.agreement import from_all_ranks
 from shardwright.distributed.control import control_group
 from shardwright.distributed.lockstep import EVERY, Lockstep, Turns
-from shardwright.distributed.on_its_way import OnItsWay
+from shardwright.distributed.pending_numbers import PendingNumbers
 from shardwright.distributed.ranks import alone
 from shardwright.errors import UsageError
 from shardwright.runtime.checks.changed_buffers import Place, places_of
@@ -113,7 +113,7 @@ class Replicas:
         self._failed = WeakMethod(failed) if failed is not None else None
         self._made_before = made_steps()
         self._later = device.type != "cpu"  # whether numbers are read one call after they were asked for
-        self._begun: OnItsWay | None = None
+        self._begun: PendingNumbers | None = None
         self.due = False
         """True where `before` compares in any case."""
 
@@ -185,13 +185,13 @@ class Replicas:
             found.setdefault(each.first, []).append(each)
         return found
 
-    def _digests(self) -> OnItsWay:
+    def _digests(self) -> PendingNumbers:
         """Return a number for each way in which tensors are cut, of all that is cut so."""
         with torch.no_grad():
             digests = [_digest(held, self._device) for held in self._sets.values()]
-            return OnItsWay(torch.stack(digests) if digests else torch.empty(0, device="cpu"))
+            return PendingNumbers(torch.stack(digests) if digests else torch.empty(0, device="cpu"))
 
-    def _gathered(self, digests: OnItsWay) -> list[list[int]]:
+    def _gathered(self, digests: PendingNumbers) -> list[list[int]]:
         """Those of all ranks, rank by rank, and what optimizers have done to split parameters."""
         mine = torch.tensor([*digests.values(), *made_steps().since(self._made_before)], device="cpu")
         everyone = mine.new_empty(dist.get_world_size() * len(mine))

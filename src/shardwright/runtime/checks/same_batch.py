@@ -13,7 +13,7 @@ from torch import Tensor
 from shardwright.distributed.agreement import from_all_ranks
 from shardwright.distributed.control import control_group
 from shardwright.distributed.lockstep import Lockstep, Turns
-from shardwright.distributed.on_its_way import OnItsWay
+from shardwright.distributed.pending_numbers import PendingNumbers
 from shardwright.distributed.ranks import alone
 from shardwright.errors import UsageError
 from shardwright.runtime.checks.digests import sum_of_words
@@ -87,7 +87,7 @@ class _Shown:
     def __init__(self, tensor: Tensor) -> None:
         self._what = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
         with torch.no_grad():
-            self._sum = OnItsWay(sum_of_words(tensor.contiguous(), tensor.device))
+            self._sum = PendingNumbers(sum_of_words(tensor.contiguous(), tensor.device))
 
     def __str__(self) -> str:
         digest = hashlib.sha256(str(self._sum.value()).encode()).hexdigest()

@@ -37,7 +37,7 @@ from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.mesh.redistribute import redistribute
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.rules.table import key_of
-from shardwright.distributed.on_its_way import OnItsWay
+from shardwright.distributed.pending_numbers import PendingNumbers
 from shardwright.errors import StrategyError, UsageError
 from shardwright.runtime.compiled.compiler import Compiled, Compiler, calls_torch, in_stretches
 from shardwright.runtime.programs.buckets import GradientReduction
@@ -330,7 +330,7 @@ class Execution:
         self._reduce: Callable[..., Any] = reduction
         self._resharded = ReshardAfterForward()
         self._reshards = any(instruction.reshards for instruction in program.instructions)
-        self._failed: OnItsWay | None = None  # by how much checks of the last call have failed
+        self._failed: PendingNumbers | None = None  # by how much checks of the last call have failed
         self._guard = Guard(on=device.type == "cuda")
         self._names = _NAMES | {"resharded": self._resharded, "later": reduction.later, "guard": self._guard}
         self._running = program
@@ -388,7 +388,7 @@ class Execution:
             self.compiled.tell()
         if self._capture.checks:
             loss, (*aux, counts), buffers = outputs
-            outputs, self._failed = (loss, aux, buffers), OnItsWay(counts)
+            outputs, self._failed = (loss, aux, buffers), PendingNumbers(counts)
         return outputs
 
     def raise_failed(self) -> None:

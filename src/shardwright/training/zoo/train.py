@@ -20,11 +20,11 @@ from shardwright.launch.hosts.environment import read_environment
 from shardwright.launch.options.launch_options import LaunchOptions, read_options
 from shardwright.launch.options.request import LaunchRequest
 from shardwright.runtime.parallel import parallelize
-from shardwright.training.alike import refuse_unlike_settings
 from shardwright.training.callbacks import EMA, EarlyStopping, LossMonitor, NanGuard, ProgressBar
 from shardwright.training.checkpointing import ModelCheckpoint
 from shardwright.training.hooks import Callback
 from shardwright.training.recorder import Recorder
+from shardwright.training.same_settings import refuse_unlike_settings
 from shardwright.training.tracing import Tracer
 from shardwright.training.trainer import Trainer
 from shardwright.training.zoo.checks import data_problems, option_problems

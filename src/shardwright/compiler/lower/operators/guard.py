@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from shardwright.distributed.on_its_way import OnItsWay
+from shardwright.distributed.pending_numbers import PendingNumbers
 
 
 class Guard:
@@ -20,13 +20,13 @@ class Guard:
     def __init__(self, on: bool = False) -> None:
         self.on = on
         """True where operators let no index lead out of memory, and note those that would."""
-        self._coming: list[tuple[int, OnItsWay]] = []
+        self._coming: list[tuple[int, PendingNumbers]] = []
 
     def note(self, operator: int, numbers: Tensor, wrong: Tensor) -> None:
         """Have one of the ``numbers`` that are ``wrong`` looked for, which operator ``operator`` of the graph got."""
         if numbers.numel():
             found = numbers.masked_fill(~wrong, torch.iinfo(numbers.dtype).min).amax()
-            self._coming.append((operator, OnItsWay(found)))
+            self._coming.append((operator, PendingNumbers(found)))
 
     def known(self) -> Iterator[tuple[int, int]]:
         """The operators that are known by now to have got a wrong number, and the number."""
