@@ -37,9 +37,9 @@ class Slow(LocalFiles):
     def __init__(self):
         self.go = threading.Event()
 
-    def create(self, path, size_bytes=0):
+    def create(self, path):
         assert self.go.wait(60)
-        return super().create(path, size_bytes)
+        return super().create(path)
 
 
 def test_the_state_is_saved_as_it_was_when_save_returned(tmp_path):
@@ -284,12 +284,12 @@ def test_the_end_of_the_process_waits_for_the_save(tmp_path, fails):
         go = threading.Event()
 
         class Slow(LocalFiles):
-            def create(self, path, size_bytes=0):
+            def create(self, path):
                 go.wait()
                 time.sleep(0.02)
                 if {fails} and path.endswith(".metadata"):
                     raise OSError(28, "No space left on device", path)
-                return super().create(path, size_bytes)
+                return super().create(path)
 
         saver = AsyncSaver(Store({str(tmp_path / "runs")!r}, Slow()), OneRank(TO_SAVE))
         saver.save("step-1", state_of(1), {{"step": 1}}, {{}})

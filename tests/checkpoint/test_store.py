@@ -123,10 +123,10 @@ def test_an_old_one_that_cannot_be_removed_is_a_warning_and_goes_with_the_next_s
 
 
 class FullOn(LocalFiles):
-    def create(self, path, size_bytes=0):
+    def create(self, path):
         if "__1_0" in path:
             raise OSError(28, "No space left on device", path)
-        return super().create(path, size_bytes)
+        return super().create(path)
 
 
 def test_a_rank_that_cannot_write_is_named_by_all_and_nothing_is_saved(tmp_path):

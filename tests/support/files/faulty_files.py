@@ -130,7 +130,7 @@ class Disk:
     def read(self, path: str) -> bytes:
         return bytes(self._at(path).now)
 
-    def create(self, path: str, size_bytes: int = 0) -> _Content:
+    def create(self, path: str) -> _Content:
         names, name = self._parent(path)
         if name in names:
             raise FileExistsError(17, "File exists", path)

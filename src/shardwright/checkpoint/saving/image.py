@@ -1,8 +1,8 @@
-"""The file of one rank, laid out in memory as it will lie on the disk.
+"""The file of one rank in memory, in the layout that it will have on disk.
 
 What is saved beside the training loop is copied once, straight to where it stands in the file, and summed while it is
 in the cache; the file is then written from there in a few large calls, during which nothing holds the interpreter's
-lock. The memory begins at a page, so that the disk can take it without another copy (open(2), ``O_DIRECT``).
+lock.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Container:
 
 
 class Image:
-    """Memory of the host for the file of one rank, kept from one save to the next."""
+    """Host memory for the file of one rank, reused from one save to the next."""
 
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -155,7 +155,7 @@ class Copy:
 
 
 def _streams_beside(devices: Collection[torch.device]) -> dict[torch.device, Any]:
-    """Return a new stream for each of these GPUs, which begins when the GPU has done what it was asked for so far.
+    """Return a new stream for each of these GPUs, which waits for the work enqueued so far.
 
     It is of that GPU, whichever is the current one: a stream of another would neither order nor await its copies.
     """
@@ -189,12 +189,12 @@ def room_of(size: int, pinned: bool) -> Tensor:
 
 
 class _Pages(mmap.mmap):
-    """Memory that the driver is told of before anything is copied to it, and once more before the system takes it."""
+    """Memory that is registered with the CUDA driver (pinned), and unregistered before it is freed."""
 
     _pinned_at = 0
 
     def pin(self, address: int) -> None:
-        """Pin all of it; where that cannot be, copies are right and waited for, which is told."""
+        """Pin all of it; where that fails, warn: copies are then still correct, but block."""
         error = int(_driver().cudaHostRegister(address, len(self), 0))
         if error:
             _forget_error()

@@ -1,1 +1,1 @@
-"""A directory of checkpoints, local or remote: every file operation and what is kept."""
+"""A directory of checkpoints, local or remote: every file operation, and which checkpoints stay."""

@@ -1,4 +1,4 @@
-"""The file operations of a save, all of them: a test puts an object that fails in this one's place."""
+"""All file operations of a save, behind one interface, so that tests can replace it by one that fails."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO, Protocol
 
-from shardwright.checkpoint.storage.direct import LEAST_BYTES, DirectFile
 from shardwright.common.system_errors import in_words
 from shardwright.errors import CheckpointError
 
@@ -30,7 +29,7 @@ class Files(Protocol):
     def list(self, path: str) -> list[str]: ...
     def is_directory(self, path: str) -> bool: ...
     def read(self, path: str) -> bytes: ...
-    def create(self, path: str, size_bytes: int = 0) -> Any: ...
+    def create(self, path: str) -> Any: ...
     def finish(self, file: Any) -> None: ...
     def discard(self, file: Any) -> None: ...
     def rename(self, old: str, new: str) -> None: ...
@@ -62,22 +61,17 @@ class LocalFiles:
         with open(path, "rb") as file:
             return file.read()
 
-    def create(self, path: str, size_bytes: int = 0) -> BinaryIO | DirectFile:
-        """A new file to write to, of about so many bytes; what is there under this name is an error."""
-        if size_bytes >= LEAST_BYTES and hasattr(os, "O_DIRECT"):
-            return DirectFile(path)
+    def create(self, path: str) -> BinaryIO:
+        """A new file to write to; what is there under this name is an error."""
         return io.BufferedWriter(io.FileIO(path, "x"), _BUFFER_BYTES)
 
-    def finish(self, file: BinaryIO | DirectFile) -> None:
+    def finish(self, file: BinaryIO) -> None:
         """Wait until all that was written is on the disk, and close."""
-        if isinstance(file, DirectFile):
-            file.finish()
-            return
         file.flush()
         os.fsync(file.fileno())
         file.close()
 
-    def discard(self, file: BinaryIO | DirectFile) -> None:
+    def discard(self, file: BinaryIO) -> None:
         """Close a file that is not finished, whatever of it is there."""
         with contextlib.suppress(OSError):  # closing writes what is left in the buffer, which may fail again
             file.close()
@@ -158,7 +152,7 @@ def written(files: Files, path: str, size_bytes: int = 0) -> Iterator[Any]:
         CheckpointError: where the file system refuses, with the file and the size.
     """
     try:
-        file = files.create(path, size_bytes)
+        file = files.create(path)
         try:
             yield file
             files.finish(file)

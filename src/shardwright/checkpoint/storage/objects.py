@@ -151,7 +151,7 @@ class ObjectFiles:
         except FileNotFoundError:
             return b""
 
-    def create(self, path: str, size_bytes: int = 0) -> Any:
+    def create(self, path: str) -> Any:
         return self.system.open(path, "wb")
 
     def finish(self, file: Any) -> None:
