@@ -1,4 +1,4 @@
-"""The command line. A command imports what it needs when it is typed, so that none waits for torch in vain."""
+"""The command line. Each command imports its modules when it runs, so that only those that need torch load it."""
 
 from __future__ import annotations
 

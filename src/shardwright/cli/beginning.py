@@ -1,4 +1,4 @@
-"""The commands to begin with: `shardwright init` writes a project, `completion` teaches a shell our commands."""
+"""The first commands: `shardwright init` writes a project, `completion` a shell's completion script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiles the C that comes with this package, once for each user, and keeps it by what stands in it."""
+"""Compiles the C sources of this package once per user, and caches the libraries by a hash of the source."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _folder() -> Path:
 
 
 def _is_as_compiled(path: Path) -> bool:
-    """Return whether a library is this user's alone, and what its name says; if not, it is removed."""
+    """Return whether a library is private to this user and matches the hash in its name; otherwise remove it."""
     with contextlib.suppress(OSError):
         if is_private(path) and path.name.rpartition("-")[2] == f"{_hash(path.read_bytes())}.so":
             return True

@@ -55,7 +55,7 @@ def sources(*places: str) -> dict[str, bytes]:
 
 
 def changed_since_import() -> bool:
-    """Return whether some Python file was written since the import, so that what runs may not be what stands there.
+    """Return whether a Python file of the package changed since the import, so that running code may differ from it.
 
     It goes by the times that files were last changed by, which, unlike those of their content, no copying sets back.
     """

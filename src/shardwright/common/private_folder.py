@@ -1,4 +1,4 @@
-"""Folders and files that nobody but this user, or root, can have written.
+"""Folders and files that only this user, or root, can have written.
 
 The owner and the mode decide, as for ssh's own files; a link is looked at where it leads.
 """
@@ -37,7 +37,7 @@ def cache_folder(name: str) -> Path:
 
 
 def make_private(folder: Path) -> None:
-    """Make ``folder`` and the one above it for this user alone. Raises `OSError` where somebody else has made them."""
+    """Create ``folder`` and its parent for this user alone. Raises `OSError` where another user created them."""
     for path in (folder.parent, folder):
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700)

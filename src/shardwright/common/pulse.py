@@ -1,4 +1,4 @@
-"""A few bytes that a rank writes and the supervisor of its host reads: how far the rank is, and in what.
+"""Shared memory in which a rank records its progress (step, collective) for the supervisor of its host.
 
 They are memory that the two share, so that they can be read without the rank's help when it is stopped or dead-locked,
 and written in a fraction of a microsecond. The memory is a file without a name that the supervisor has open; a rank,
@@ -77,7 +77,7 @@ class Mark(Protocol):
 
 
 class _Queued:
-    """A collective that the device has been asked for: it begins after ``begin`` and ends before ``end``."""
+    """A collective that was enqueued on a device: it begins after the event ``begin`` and ends before ``end``."""
 
     __slots__ = ("begin", "end", "operation", "site", "step")
 
@@ -132,7 +132,7 @@ class Pulse:
         self._calls: deque[tuple[bytes, bytes]] = deque(maxlen=_MOST_CALLS)
         self._told_calls, self._spoiled = self._collectives, False
         self.calls: StepCalls | None = None
-        """The collectives of the last step that is over; None where that ended with an error here, or there is none."""
+        """The collectives of the last completed step; None if it ended with an error here, or there is none."""
 
     def beat(self) -> None:
         """Note a sign of life."""
@@ -140,7 +140,7 @@ class Pulse:
         _COUNTS.pack_into(self._memory, _COUNTS_AT, self._beats, self._steps, self._collectives)
 
     def begin_step(self, number: int | None = None) -> None:
-        """Begin a step; without a number the next one, unless somebody else has given steps their numbers."""
+        """Begin a step; without ``number`` the next one, unless another caller numbers the steps."""
         if number is not None or not self._numbered:
             self._end_calls()
         if number is not None:
@@ -167,7 +167,7 @@ class Pulse:
             _CALLS.pack_into(self._memory, _CALLS_AT, *now, *before)
 
     def set_steps(self, steps: int) -> None:
-        """Set how many steps were begun before, in a run that goes on."""
+        """Set how many steps a resumed run had begun before."""
         self._steps = steps
         self.beat()
 
@@ -214,7 +214,7 @@ class Pulse:
 
     @property
     def follows(self) -> bool:
-        """Return whether collectives run on a device, which somebody asks."""
+        """Return whether collectives run on a device whose progress is polled."""
         return self._mark is not None
 
     def follow(self, mark: Callable[[], Mark]) -> None:
@@ -247,7 +247,7 @@ class Pulse:
         return bool(asked != answered)
 
     def answer(self, text: str) -> None:
-        """Leave what was recorded for the supervisor, as much of it as there is room for."""
+        """Store a record for the supervisor, as much of it as fits."""
         [asked] = _ASKED.unpack_from(self._memory, _ASKED_AT)
         data = text.encode()[: _STACKS_AT - _RECORDED_AT]
         self._memory[_RECORDED_AT : _RECORDED_AT + len(data)] = data

@@ -1,4 +1,4 @@
-"""JSON as values of declared types: what stands in a file or a message is checked before anything is done with it.
+"""Converts JSON to dataclasses of declared types, so that files and messages are checked before they are used.
 
 The types are those that the program goes on with: dataclasses, which have no other fields; ``TypedDict``, which may
 have others beside those declared; and what fields may be. This needs the standard library alone, since the launcher and
@@ -36,11 +36,11 @@ _MOST = 1 << 63  # of whole numbers: nothing that is counted here is more
 
 
 class SchemaError(ValueError):
-    """A text that is no JSON, or not of the form that is expected; says where, what was got and what was expected."""
+    """Raised for text that is not JSON or not of the expected form; says where, what was got and what was expected."""
 
 
 def from_json(text: str | bytes, kind: type[T]) -> T:
-    """Return what JSON says, as a value of ``kind``. Raises `SchemaError`."""
+    """Parse JSON text to a value of ``kind``. Raises `SchemaError`."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:  # also what is no UTF-8, and numbers of thousands of digits

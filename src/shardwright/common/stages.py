@@ -1,4 +1,4 @@
-"""The seconds of the stages of a task, where somebody asks for them; elsewhere a stage costs a look at a variable.
+"""Measures the seconds of the stages of a task when requested; otherwise a stage costs one variable lookup.
 
     with recorded() as record:
         plan = make_plan(...)

@@ -39,7 +39,7 @@ class DeferredNumber(Protocol):
 
 
 class Steps:
-    """The reports of one rank, by its thread that trains; ``write`` takes a line, and is None where nobody listens.
+    """The step reports of one rank, made by its training thread; ``write`` takes a line, None without a launcher.
 
     A step lasts from `open` to `close`, the loading of its data included. Who knows but the beginning of steps calls
     `begin` alone, which ends the step before.
@@ -106,7 +106,7 @@ class Steps:
             self._data_s += time.perf_counter() - begun_s
 
     def computed(self, samples: int, loss: Callable[[], DeferredNumber]) -> None:
-        """Note a batch of the step after its forward; ``loss`` is called where the loss is to be told."""
+        """Record a batch of the step after its forward; ``loss`` is called only if the loss is to be reported."""
         if self._write is None:
             return
         self._samples += samples
@@ -122,7 +122,7 @@ class Steps:
                 self._write(data)
 
     def finish(self) -> None:
-        """Tell what has not been told, at the end of the process; how long its last step took nobody knows."""
+        """Report the remaining steps at the end of the process; the duration of the last one is unknown."""
         self._tell_waiting(wait=True)
         if self._steps or self._loss is not None:
             self._tell_step()

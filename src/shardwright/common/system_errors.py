@@ -43,7 +43,7 @@ def in_words(error: OSError, path: str | os.PathLike[str] | None = None, size_by
 
 
 def is_explained(error: OSError) -> bool:
-    """Return whether there is something to type against what was refused."""
+    """Return whether the error has a remedy that can be typed."""
     return error.errno in _REMEDIES
 
 

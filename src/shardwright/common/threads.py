@@ -1,4 +1,4 @@
-"""Threads that begin on the GPU of who starts them.
+"""Threads that use the same current GPU as the thread that starts them.
 
 The current GPU belongs to a thread, and a new one has GPU 0: whatever it does with CUDA there makes a context, half a
 GiB of that GPU for each rank of the host.

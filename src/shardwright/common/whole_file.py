@@ -1,4 +1,4 @@
-"""Files that are there whole, or as they were before."""
+"""Atomic writes: a file has its complete new contents, or is as it was before."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def remove_empty(folders: Iterable[Path]) -> None:
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Let ``write`` make a file under a temporary name, then give it its own: nobody ever sees half of it.
+    """Call ``write`` with a temporary path, then rename the file to ``path``: no reader sees an incomplete file.
 
     Where it fails, its error is raised, and a file of that name stays what it was. Its folder must be there.
     """

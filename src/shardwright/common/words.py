@@ -1,4 +1,4 @@
-"""Numbers and texts as people read them."""
+"""Formats numbers and texts for people."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples to batches in the memory of the host, wherever `torch.set_default_device` makes tensors."""
+"""Collates samples to batches in host memory, whatever `torch.set_default_device` says."""
 
 from __future__ import annotations
 

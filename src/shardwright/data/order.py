@@ -1,4 +1,4 @@
-"""The order of samples, and which part of it belongs to whom. The order never depends on the number of ranks.
+"""The order of samples, and which part of it each rank has. The order never depends on the number of ranks.
 
 An order must be the same on every host, today and after an upgrade, or a resumed run repeats some samples and skips
 others. NumPy and torch promise that neither for their ``permutation`` nor for ``randperm``, but NumPy does promise the

@@ -1,4 +1,4 @@
-"""The groups of all ranks beside the one that moves their data.
+"""The CPU groups of all ranks for control messages, beside the group that moves their data.
 
 One is for objects, sizes and words, which lie in the memory of the CPU, and one for messages.
 """
@@ -74,7 +74,7 @@ def group_for_messages() -> dist.ProcessGroup:
 
 
 def finish_queued() -> None:
-    """Wait until this rank's GPU has done what it was asked for, before a group is made.
+    """Wait until this rank's GPU has done all enqueued work, before a group is made.
 
     A group of NCCL may be split off the one of all ranks, in which nothing may be under way then; and its memory is
     asked for where other ranks' collectives may wait for this one.

@@ -32,13 +32,13 @@ _RECORDER_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 
 
 def switch_on_recorder() -> None:
-    """Let torch keep the last collectives of NCCL, unless its user has decided on that; before a group is made."""
+    """Enable torch's flight recorder of NCCL collectives, unless the user configured it; before a group is created."""
     if not any(name in os.environ for name in _RECORDER_VARIABLES):
         os.environ[_RECORDER_VARIABLES[0]] = str(_RECORDED)
 
 
 def follow_device(pulse: Pulse, device: torch.device) -> None:
-    """Let a thread tell ``pulse`` how far ``device`` has come, where that is a GPU and somebody watches."""
+    """Start a thread that records the progress of a GPU in ``pulse``, if a launcher detects hangs."""
     if pulse.watched and device.type == "cuda" and not pulse.follows:
         pulse.follow(_event)
         atexit.register(Follower(pulse, lambda: recorded(flight_recorder())).end)

@@ -1,4 +1,4 @@
-"""The host and the GPU of each rank, decided from the cards of all ranks, so that all decide alike."""
+"""The host and the GPU of each rank, computed on every rank from the cards of all ranks, with the same result."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def gpu_index(cards: Sequence[Card], rank: int, device_id: int | None = None, sh
 
 
 def _visible_index(device_id: int, visible: int) -> int:
-    """Return where the device of that number stands among the visible ones."""
+    """Return the index, among the visible devices, of the device with that number."""
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     ids = listed.split(",") if listed else [str(i) for i in range(visible)]
     if str(device_id) not in ids[:visible]:
@@ -66,7 +66,7 @@ def _visible_index(device_id: int, visible: int) -> int:
 
 
 def asked_device(device: str | torch.device | None) -> torch.device | None:
-    """Return what a caller has asked for; raises `UsageError` where it is no device that ranks compute on."""
+    """Return the device type that a caller requested; raises `UsageError` where ranks cannot compute on it."""
     if device is None:
         return None
     try:
@@ -79,7 +79,7 @@ def asked_device(device: str | torch.device | None) -> torch.device | None:
 
 
 def device_type(asked: torch.device | None, backend: str) -> DeviceType:
-    """Return where ranks with this backend compute: on what was asked for, else where the backend usually serves.
+    """Return the device type of ranks with this backend: the requested one, else the usual one of the backend.
 
     Raises `UsageError` where the backend moves no tensors of such devices, `WorldError` where there are none.
     """

@@ -1,4 +1,4 @@
-"""Checks that all ranks come to each call of a model alike: with the same batch, and as often as each other.
+"""Checks that all ranks make the same calls of a model: with the same batch, and equally often.
 
 A rank that passes another batch than the others would compute a mixture with them, or wait for ever. Talking at every
 call would cost as much as a small step. So a rank is silent while it comes to what it came to before. Where it comes to
@@ -60,7 +60,7 @@ class Turns:
         self.due = False
         """True in a call in which ranks compare."""
         self.due_or_after = False
-        """True in the call after one, too: what a GPU is asked for in one is there in the next."""
+        """True in the call after one, too: results that a GPU computes in one call are read in the next."""
 
     def next(self) -> None:
         """Count one more call."""
@@ -88,7 +88,7 @@ class _Card:
 
     @property
     def last(self) -> bool:
-        """Return whether the rank comes to nothing more in this call."""
+        """Return whether the rank takes no further part in this call."""
         return self.failed or self.what in (_END, _REST)
 
 
@@ -333,7 +333,7 @@ class Lockstep:
 
     @contextmanager
     def _reaching_others(self) -> Iterator[None]:
-        """Say in words of the model that the store has gone."""
+        """Turn the loss of the store's connection into an error that names the call of the model."""
         try:
             yield
         except DistError as error:
@@ -381,7 +381,7 @@ class Lockstep:
             pause_s = min(1.3 * pause_s, _LONGEST_PAUSE_S + self._size / 5000)
 
     def _error_of(self, cards: Sequence[_Card]) -> ShardwrightError:
-        """The error of all ranks where two have come to what does not fit together."""
+        """The error that all ranks raise when two of them made different calls."""
         self._what = ""
         for card in cards:
             if card.failed:

@@ -1,7 +1,7 @@
-"""The meeting of the ranks of a job: a store that one of them serves, and a roll call on it.
+"""The rendezvous of the ranks of a job: a store that one of them serves, and a roll call on it.
 
-The roll call comes before torch's process group, so that whatever is wrong with the world is said by name on
-every rank: who is missing, who came twice, who believes in another world size.
+The roll call comes before torch's process group, so that every rank names what is wrong with the world: a rank that is
+missing, that came twice, or that has another world size.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def _join(addresses: list[str], port: int, told: LaunchEnvironment, deadline: De
 
 
 def _server(told: LaunchEnvironment) -> str:
-    """Return who serves the meeting point, in words."""
+    """Return a description of the rank or process that serves the store."""
     server_rank = told.meeting.server_rank if isinstance(told.meeting, TcpMeeting) else 0
     if server_rank is not None:
         return f"rank {server_rank}"
@@ -327,13 +327,13 @@ def _wait_for_readers(store: Store, expected: int) -> None:
 
 
 def serve_until_all_left(store: Store, size: int) -> None:
-    """Keep the store alive, in a process without a rank, until every rank has said that it leaves."""
+    """Serve the store, in a process without a rank, until every rank has left."""
     while store.add("left", 0) < size:
         time.sleep(0.1)
 
 
 class SealedStore(Store):
-    """A store closed to whoever does not know the secret of a job (`shardwright.launch.hosts.seal`).
+    """A store encrypted and signed with the secret of a job (`shardwright.launch.hosts.seal`).
 
     torch's store answers everybody who reaches its port, and lists the keys of all. Counters are added up by the store
     and stay numbers: who reaches the port can change those, remove keys, and put back what a key had before. That stops
@@ -375,7 +375,7 @@ class SealedStore(Store):
     deleteKey = delete_key  # as C++ calls it
 
     def _keep_timeout(self) -> None:
-        """Wait as long as torch has told this store to, which it does not tell the one below."""
+        """Wait for at most the timeout of this store, which torch does not pass to the store below."""
         if self._store.timeout != self.timeout:
             self._store.set_timeout(self.timeout)
 

@@ -1,4 +1,4 @@
-"""The ranks of a job as those who talk to each other, and what they talk through."""
+"""Communication of Python objects between the ranks of a job: gather and broadcast."""
 
 from __future__ import annotations
 
@@ -91,12 +91,12 @@ _LONGEST_PAUSE_S = 0.02  # and 0.2 ms more for each rank, so that a thousand do 
 
 
 def told_bytes() -> int:
-    """Return how many bytes rank 0, if this is it, has told all others by collectives so far."""
+    """Return how many bytes rank 0 has broadcast by collectives so far; 0 on other ranks."""
     return 0 if alone() else _told.get(world_group(), 0)
 
 
 def ranks_by_messages(purpose: Purpose) -> Ranks:
-    """The ranks of the default process group, who outlive each other's end, or this process alone.
+    """The ranks of the default process group, connected by messages so that one may end early, or this process alone.
 
     Where the backend of the world sends no such messages, the first call makes a group for them, on all ranks.
     """

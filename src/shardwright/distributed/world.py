@@ -84,7 +84,7 @@ def init(
     timeout: float | timedelta | None = None,
     device: str | torch.device | None = None,
 ) -> World:
-    """Join the other ranks, as told by the launcher that started this process; without one, a world of one.
+    """Join the other ranks as the launcher's environment variables say; without a launcher, a world of one rank.
 
     Understands torchrun, ``shardwright launch``, PyTorchJobs and Ray Train, msrun, rank tables, OpenMPI, MPICH and
     Intel MPI, and Slurm; where several left their variables, the innermost counts (`launch.hosts.environment`).
@@ -140,7 +140,7 @@ def _timeout(given: float | timedelta | None) -> timedelta | None:
 
 
 def _usual(asked: torch.device | None) -> str:
-    """The backend of ranks that compute there, or on what there is."""
+    """Return the default backend for a device type, or for the available devices."""
     on_gpu = asked.type == "cuda" if asked is not None else torch.cuda.is_available()
     return usual_backend("cuda" if on_gpu else "cpu").name
 
@@ -185,7 +185,7 @@ def _existing(backend: str | None, rank: int | None, world_size: int | None, dev
 
 
 def _asked() -> str:
-    """The backend that the world was asked for; `World.backend` may be another that took its place."""
+    """The backend that was requested; `World.backend` may be another that took its place."""
     return backend_called(str(dist.get_backend())).name
 
 
@@ -203,7 +203,7 @@ def _adopt(asked: torch.device | None) -> World:
 
 
 def _launch_environment(init_method: str | None, rank: int | None, world_size: int | None) -> LaunchEnvironment:
-    """Return what the launcher said, with the caller's arguments in its place where given."""
+    """Return the launcher's settings, overridden by the caller's arguments."""
     if (rank is None) != (world_size is None):
         given, lacking = ("rank", "world_size") if world_size is None else ("world_size", "rank")
         raise UsageError(f"sw.init({given}=...) needs {lacking}=... too")
@@ -256,7 +256,7 @@ def _introduce(launched: LaunchEnvironment, backend: str, device: DeviceType, as
 
 
 def _by_place(cards: tuple[Card, ...]) -> tuple[Card, ...]:
-    """The cards with the usual backend of ranks that are where these are, unless one of them was told its own."""
+    """Return the cards with the default backend for these hosts, unless one of the ranks named a backend."""
     if any(card.asked for card in cards):
         return cards
     name = usual_backend(cards[0].device, shared=len(cards) > 1 == len(set(host_names(cards)))).name

@@ -1,4 +1,4 @@
-"""Networks that are trained: evaluated on images with labels, and asked what stands in images without."""
+"""Applies trained networks: evaluates them on labelled images, and reads the texts of images without labels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The results of a run beside its checkpoints: its best weights, a table, and a curve."""
+"""Writes the results of a run beside its checkpoints: the best weights, a table, and a curve."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The differences between detection and recognition, one row each: nothing else asks which of them it is."""
+"""The two tasks, detection and recognition, one table row each; no other code distinguishes them."""
 
 from __future__ import annotations
 

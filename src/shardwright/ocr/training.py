@@ -267,5 +267,5 @@ def _callbacks(experiment: TextExperiment, folder: Path) -> list[Callback]:
 
 
 def indicator_of(settings: Settings) -> str:
-    """The metric by which the best is told; the harmonic mean has two names."""
+    """The metric that decides which weights are the best; the harmonic mean has two names."""
     return {"f-score": "hmean"}.get(settings.metric.main_indicator, str(settings.metric.main_indicator))

@@ -1,4 +1,4 @@
-"""A model that was captured: its programs, its state, and the steps that a user takes with them.
+"""The parallel model that runs captured programs: `Parallel`, its state, and its training and evaluation steps.
 
 One program is made for every shape of the global batch and every mode (training, evaluation, prediction, autocast).
 The first decides how parameters are stored; the plans of later shapes take the storage as it is.

@@ -122,7 +122,7 @@ def _rows_of_all(mine: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def _same_on_all(mine: list[Tensor] | None) -> list[Tensor]:
-    """The tensors that have no rows, which every rank must have alike; None where this one has no samples."""
+    """The tensors without rows, which must be the same on all ranks; None where this rank has no samples."""
     everyone = [theirs for theirs in from_all_ranks(mine and [tensor.cpu() for tensor in mine]) if theirs is not None]
     for theirs in everyone[1:]:
         for at, (a, b) in enumerate(zip(everyone[0], theirs, strict=True)):

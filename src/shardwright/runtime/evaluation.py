@@ -1,4 +1,4 @@
-"""Means of the loss and of metrics over samples, from batches and from ranks.
+"""Averages the loss and metrics over all samples of an evaluation, across batches and ranks.
 
 A metric is a scalar in the mapping that the loss function returns beside the loss: an integer counts samples, a float
 is a mean over the batch.

@@ -16,7 +16,7 @@ _USERS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
 def keep_freed_memory() -> None:
-    """Have the allocator keep it, where it is glibc's and the user has not told it what to do."""
+    """Configure glibc to keep freed memory, unless the user has configured it by environment variables."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and not any(name in os.environ for name in _USERS):
         mallopt(_MMAP_THRESHOLD, _MAPPED_BYTES)

@@ -13,7 +13,7 @@ from shardwright.distributed.world import World
 
 
 def memory_problem(memory: int | str | None, device: torch.device) -> str | None:
-    """Return why a limit of memory cannot be kept on a device; None where it can."""
+    """Return why a memory limit cannot be enforced on a device; None if it can."""
     if memory == AUTO and device.type == "cpu":
         return (
             "memory='auto' is the memory of a GPU but for a reserve, and these ranks compute on CPUs, which share that "

@@ -1,4 +1,4 @@
-"""The part of a parallel model that scripts use like the module that they gave: tensors, modes and state."""
+"""The `torch.nn.Module` methods of a parallel model: parameters, modes and state dicts."""
 
 from __future__ import annotations
 

@@ -264,7 +264,7 @@ def _problem(search: str | None, gradients: str, batch_norm: str, batch: str | N
 
 
 def _code_of(model: nn.Module, loss_fn: LossFunction, predict_fn: LossFunction | None) -> dict[str, Any]:
-    """Return what ranks must have alike of their code: modules, each in a line, and the functions that call them."""
+    """Return the code that must be the same on all ranks: modules, each in a line, and the functions that call them."""
     alike = {
         f"module {name}" if name else "the model": _ADDRESS.sub("", f"{type(module).__name__}({module.extra_repr()})")
         for name, module in model.named_modules()

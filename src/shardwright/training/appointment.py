@@ -1,4 +1,4 @@
-"""Ranks agree on a point of a loop at which all of them do something, without talking at every step.
+"""Lets ranks agree on a step at which all of them do something, without communication at every step.
 
 A loop comes by *points*, the same on all ranks, between which there are collectives: the ends of its steps. When one
 rank wants something of all (it was told to end, or its clock says that time is up), no rank may simply stop at its next

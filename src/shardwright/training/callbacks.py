@@ -41,7 +41,7 @@ class LateStep:
 
 
 class LateLosses(Callback, ABC):
-    """Rank 0 is told the loss every so many steps of an epoch, in order.
+    """Passes the loss to rank 0 every so many steps of an epoch, in order.
 
     A GPU is not waited for: the loss of a step is told when the next one, or an evaluation, has been asked of it.
     """

@@ -63,7 +63,7 @@ class Callback:
     """Return whether a run in which one rank has it needs it on all of them."""
 
     def alike(self) -> dict[str, Any]:
-        """Return the settings that all ranks which have it must have alike, by name; a path is one of a folder."""
+        """Return the settings that must be the same on all ranks with this callback, by name; a path is a folder's."""
         return {}
 
     def on_fit_begin(self, run: RunView) -> None:

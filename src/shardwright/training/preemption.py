@@ -1,4 +1,4 @@
-"""TERM during a training run: the scheduler wants the machine back and leaves a grace period in which to save.
+"""Handles TERM during a training run: a scheduler reclaims the machine and leaves a grace period for a save.
 
 A rank that is told to end does not end at once: it asks all ranks for an appointment (`training.appointment`), at which
 they save together and leave. Where the launcher has marked the job as failed, a rank has died, and the others could
@@ -17,11 +17,11 @@ from functools import cache
 from shardwright.launch.joblog.job import is_marked_as_failed
 
 EXIT_CODE = 128 + signal.SIGTERM
-"""With which ranks leave after a save that TERM has asked for, as if TERM had ended them: 143."""
+"""The exit code of ranks after a save on TERM, as if TERM had ended them: 143."""
 
 
 class Preemption:
-    """While it is installed, TERM does no more than to set ``asked``, in the thread that calls `wait`.
+    """While this is installed, TERM only sets ``asked``, in the thread that calls `wait`.
 
     A handler that the script itself has set stays, and so does the behaviour of a fit outside the main thread: TERM is
     then not ours to answer.

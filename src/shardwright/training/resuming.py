@@ -1,4 +1,4 @@
-"""Going on from a checkpoint of a training run: the newest that is whole is found and put into the run."""
+"""Resumes a training run: finds the newest complete checkpoint and loads it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from shardwright.training.hooks import RunView
 
 @dataclass(frozen=True)
 class Begun:
-    """The place where a fit began, so that one that goes on in another process ends where it would have ended."""
+    """The position where a fit began, so that a fit resumed in another process ends where the first would have."""
 
     epoch: int = 0
     steps: int = 0
@@ -33,7 +33,7 @@ class Begun:
 
 @dataclass(frozen=True)
 class Continuation:
-    """The way in which a fit that goes on from a checkpoint uses its loader.
+    """How a resumed fit uses its loader.
 
     ``loader`` is the state of the saved one, if it had any, ``world_size`` the number of ranks of the saved run.
     """
@@ -79,7 +79,7 @@ class Continuation:
 
 
 def resume(run: RunView, where: CheckpointPath, strict: bool, rename: Rename | None) -> Loaded | None:
-    """Put a checkpoint into the things of ``run``; None where there is none and ``where`` is "auto"."""
+    """Load a checkpoint into the objects of ``run``; None if there is none and ``where`` is "auto"."""
     ema = averaging(run)
     if ema is not None:
         ema.begin(run)

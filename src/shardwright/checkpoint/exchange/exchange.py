@@ -1,4 +1,4 @@
-"""Plain state dicts of others: read and loaded into any model of ours, and turned into checkpoints.
+"""Reads state dicts in other formats, loads them into any model of ours, and converts them to checkpoints.
 
 What is read is mapped into memory, not copied: of a large file every rank touches the pages of its own parts alone.
 """

@@ -1,4 +1,4 @@
-"""A checkpoint as one plain file: safetensors, or what ``torch.load`` reads. Whole, or not there at all.
+"""Writes a checkpoint as one plain file, complete or not at all: safetensors, or what ``torch.load`` reads.
 
 Tensors are streamed: no more of them is held than 64 MiB, or one row of a tensor where that is larger. A file for
 ``torch.load`` is mapped into memory while it is filled; its pages go to the disk when memory is wanted.

@@ -1,4 +1,4 @@
-"""A model of transformers as the folder that its ``from_pretrained`` reads, which all ranks write together.
+"""Writes a model of transformers as a folder for its ``from_pretrained``; all ranks write together.
 
 Where each tensor stands in which file follows from names and shapes alone. So every rank writes the parts that it
 holds to where they belong, and none ever has more of the model than its own.

@@ -1,4 +1,4 @@
-"""The parts of a state that each rank holds, and those that it writes.
+"""The shards of a state that each rank holds, and those that it writes.
 
 Every rank derives the same answer from the layouts alone, without talking.
 """

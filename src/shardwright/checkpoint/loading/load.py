@@ -1,4 +1,4 @@
-"""Load any checkpoint into any layout: each rank reads the blocks in which its own parts lie, and no others.
+"""Load any checkpoint into any layout: each rank reads only the blocks that contain its own shards.
 
 A rank needs a box of every tensor (``TensorShard.box``) and finds, in the manifest, the chunks that overlap it. What is
 one stretch of a file and one stretch of memory is read from the one into the other; where a dim but the first was cut,

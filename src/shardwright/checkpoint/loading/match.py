@@ -1,4 +1,4 @@
-"""Matches the entries of a checkpoint to what is loaded: names, renames, and all that does not fit at once."""
+"""Matches the entries of a checkpoint to the tensors to load, by name and renames; reports all mismatches at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint as bytes that are checked: files of this host, or behind a URL that fsspec knows.
+"""Reads a checkpoint and verifies its checksums: files of this host, or behind a URL that fsspec knows.
 
 Nothing that is read here is used before its checksum has been compared, and nothing is read that is not asked for but
 the rest of the blocks of 256 KiB in which it lies.

@@ -1,1 +1,1 @@
-"""Writing a checkpoint, beside the loop where asked."""
+"""Writing checkpoints, synchronously or beside the training loop."""

@@ -1,4 +1,4 @@
-"""Saving while training goes on.
+"""Asynchronous saves: training goes on while the checkpoint is written.
 
 `AsyncSaver.save` returns when what may change at any time is copied. What only the step of an optimizer changes a
 thread copies while the next forward and backward compute, and the step waits for it. Then the thread writes, as `save`

@@ -1,4 +1,4 @@
-"""A checkpoint into a run: all that can be known is checked before anything changes."""
+"""Restores a run from a checkpoint; everything that can be checked is checked before anything changes."""
 
 from __future__ import annotations
 

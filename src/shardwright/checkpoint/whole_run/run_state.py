@@ -1,4 +1,4 @@
-"""A run as a checkpoint has it: what is saved of each of its things, and where it stands.
+"""The state of a run in a checkpoint: what is saved of each of its objects, and under which names.
 
 model       parameters and buffers (("model", NAME)); what its random numbers depend on (("run", "random"))
 optimizer   its state by the names of parameters, and its groups (see `checkpoint.state`)

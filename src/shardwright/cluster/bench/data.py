@@ -1,4 +1,4 @@
-"""Data whose sums are known: what every rank sends, and what must arrive, element by element.
+"""Test data with known reductions: what every rank sends, and what each must receive, element by element.
 
 Rank r repeats a pattern of `PERIOD` small whole numbers of its own. Part p of a buffer begins `_SHIFT` times p further
 into the pattern, so that a part in the wrong place is wrong in its elements. The period is prime: pieces that a

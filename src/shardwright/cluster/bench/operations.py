@@ -1,4 +1,4 @@
-"""The collectives that are measured: how they are called, what their buffers hold, and what their bandwidth counts.
+"""The benchmarked collectives: their calls, the contents of their buffers, and their bandwidth formulas.
 
 Each is torch.distributed's own on the default process group, whichever backend that has. torch's all-reduce and
 broadcast work in place: out of place they are that after a copy. An all-to-all and a send and receive are in place

@@ -1,4 +1,4 @@
-"""Rows of a benchmark as nccl-tests 2.19 prints them, to the letter, so that what reads its output reads ours."""
+"""Prints benchmark rows exactly as nccl-tests 2.19 does, so that parsers of its output can read ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The overheads of a step beside its operators and collectives, and the time of collectives amid computing.
+"""The overheads of a step beside its operators and collectives, and the time of collectives between computations.
 
 The overheads are those of optimizers, of sharded parameters, and of the call itself. Ranks that share cores come to a
 collective of a program one after another.

@@ -1,4 +1,4 @@
-"""Stopwatches: the clock of the host, and events on a GPU, which ends long after it was asked."""
+"""Stopwatches: the host's clock for CPUs, and events for GPUs, whose work ends after the call returns."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def took_s(run: Callable[[], object], device: torch.device, event: Callable[[], 
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a GPU has done what it was asked for."""
+    """Wait until a GPU has done all enqueued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

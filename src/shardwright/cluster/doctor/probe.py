@@ -1,4 +1,4 @@
-"""The program on a host for `shardwright doctor`: it reads the host, and then tries the way to other hosts.
+"""The program on a host for `shardwright doctor`: it reads the host's facts, then tests connections to other hosts.
 
 It needs the standard library and the room `hosts` alone, so that it can be sent to a host that has neither torch nor
 this package. `look` reads everything once; `main` is the program that ssh starts, which goes on to answer orders:

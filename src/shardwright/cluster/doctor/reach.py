@@ -1,4 +1,4 @@
-"""Several hosts, each looked at by one probe that ssh starts there: what each says, and how each reaches the others.
+"""Runs a probe on each of several hosts by ssh, and collects their facts and how they reach each other.
 
 doctor ─┬─ ssh ── probe      host a   ─┐
         ├─ ssh ── probe      host b    ├─ try the way to each other

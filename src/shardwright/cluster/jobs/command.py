@@ -77,7 +77,7 @@ class FoundJob:
 
     @property
     def watched(self) -> bool:
-        """Return whether somebody is there who can be told to end the job."""
+        """Return whether a launcher or agent that can end the job is running."""
         return any(part.watched for part in self.parts.values()) or bool(self.launched and self.launched.lives)
 
     @property

@@ -1,1 +1,1 @@
-"""Programs of ours on several hosts, which are asked one thing after the other."""
+"""Programs of ours on several hosts, which answer one request after the other."""

@@ -1,4 +1,4 @@
-"""`shardwright hosts trust` and `hosts check`: logins between hosts without a password, made and proved."""
+"""`shardwright hosts trust` and `hosts check`: set up and verify logins between hosts without a password."""
 
 from __future__ import annotations
 

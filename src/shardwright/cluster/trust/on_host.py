@@ -1,4 +1,4 @@
-"""The program on a host for `shardwright hosts trust`: it reads ~/.ssh, changes it as it is told, and undoes that.
+"""The program on a host for `shardwright hosts trust`: it reads ~/.ssh, applies requested changes, and undoes them.
 
 It needs the standard library alone, so that it can be sent to a bare host. Its orders:
 

@@ -1,4 +1,4 @@
-"""A job as a screen of a terminal, and as lines for what is none."""
+"""Shows a job as a screen on a terminal, and as lines elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches in an order that any number of ranks agrees on without talking.
+"""Batches in an order that is the same for any number of ranks, without communication.
 
 The order of an epoch is fixed by (seed, epoch). A global batch is the next ``batch_size`` samples of it. `Loader._cut`
 says which rows of it a rank loads, by the plan's ``batch_rows``, without a plan by `chunk_range`; what a step then

@@ -1,4 +1,4 @@
-"""The place in the data, and what every loader does with it."""
+"""The position in the data, and the base class of loaders, which cuts global batches among ranks."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class Loader:
         return _timed(self._pass(self._passes, self._position))
 
     def __len__(self) -> int:
-        """The number of global batches in a whole epoch; raises `TypeError` where nobody knows it."""
+        """The number of global batches in a whole epoch; raises `TypeError` where it is unknown."""
         raise TypeError("a stream does not say how many batches it has")
 
     def sample_batch(self) -> Batch:
@@ -178,7 +178,7 @@ class Loader:
 
 
 def _timed(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """Yield the batches, and tell those who watch the job how long each took."""
+    """Yield the batches, and report to the launcher how long each took."""
     loading = own_steps().loading
     while True:
         with loading():

@@ -21,7 +21,7 @@ from shardwright.errors import UsageError
 
 
 def backends_of(group: dist.ProcessGroup | None = None) -> str:
-    """Return the names of the backends that move a group's tensors: those asked for, or the one in place of one."""
+    """Return the names of the backends that move a group's tensors: the requested ones, or a replacement."""
     asked = str(dist.get_backend(group))
     instead = backend_called(asked).instead
     return instead if instead and not isinstance(group or dist.group.WORLD, CpuGroup) else asked
@@ -296,7 +296,7 @@ _ending = threading.Lock()  # where one thread asks for a future and another one
 
 
 class CollectiveWork(dist.Work):
-    """A collective that was asked for; its future's value is the list of the tensors that it wrote."""
+    """The handle of a collective; its future's value is the list of the tensors that it wrote."""
 
     def __init__(self, outputs: Sequence[Tensor]) -> None:
         super().__init__()
@@ -313,11 +313,11 @@ class CollectiveWork(dist.Work):
             self.tell(future)
 
     def tell(self, future: torch.futures.Future[list[Tensor]]) -> None:
-        """Let who has a future know that it has ended."""
+        """Complete the future."""
         self.complete(future)
 
     def complete(self, future: torch.futures.Future[list[Tensor]]) -> None:
-        """Give it what has come of the collective; what is to be called back is called here."""
+        """Set the future's result or error; its callbacks run here."""
         if self._error is None:
             future.set_result(self.outputs)
         else:

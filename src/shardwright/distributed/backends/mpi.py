@@ -45,7 +45,7 @@ def prepare(environment: LaunchEnvironment) -> None:
 
 
 def transport_defaults(one_host: bool) -> dict[str, str]:
-    """Return what OpenMPI is told unless its user has told it otherwise (``mpirun --mca``, or these variables).
+    """Return the OpenMPI settings that are used unless the user sets them (``mpirun --mca``, or these variables).
 
     A rank that waits gives its core to others, since ranks share cores with the threads of torch and of each other. On
     one host, messages go through shared memory and, where the kernel allows, in one copy from process to process.

@@ -74,7 +74,7 @@ class MpiGroup(CpuGroup):
         self._closed = False
 
     def shutdown(self) -> None:
-        """After what has been asked for; every member must come."""
+        """Close the group after its pending collectives; every member must call this."""
         if self._closed:
             return
         self._closed = True

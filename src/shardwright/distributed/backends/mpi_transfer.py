@@ -1,4 +1,4 @@
-"""Collectives on CPU tensors by MPI, in place of the tensors' own memory: no copy is made of a contiguous tensor.
+"""Collectives on CPU tensors by MPI, in the tensors' own memory: contiguous tensors are not copied.
 
 Everything here is blocking: what is to be stepped through has ended already. Tensors are moved by the size of their
 elements, so that every dtype travels; they are reduced as what they are. MPI knows no bfloat16 and no float16: those

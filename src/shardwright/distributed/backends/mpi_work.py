@@ -1,9 +1,9 @@
-"""The order in which the collectives of a group run, and the end of one that cannot end.
+"""The queue of the collectives of an MPI group, and the end of a job in which one of them cannot end.
 
-A collective that its caller waits for runs on the caller's thread. One that is asked for with ``async_op=True`` (and
-whatever is asked for behind it) runs on the group's own thread, so that it moves on while its caller computes; MPI
-itself moves nothing between two calls. Blocking calls serve both, since MPI does not let one rank's blocking call meet
-another's nonblocking one.
+A synchronous collective runs on its caller's thread. An asynchronous one (``async_op=True``), and every collective
+queued behind it, runs on the group's own thread, so that it proceeds while its caller computes: MPI makes no progress
+between two calls. Both use blocking calls, since MPI does not match a blocking call of one rank with a nonblocking call
+of another.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class MpiWork(CollectiveWork):
 
 
 class Message(MpiWork):
-    """A send or receive under way. It moves on in every call of MPI; its future is there when it has ended."""
+    """A pending send or receive. It progresses in every call of MPI; requesting its future waits for it."""
 
     def __init__(
         self, tensor: Tensor, requests: Sequence[MPI.Request], finish: Task, watched: Callable[[], Any]
@@ -174,7 +174,7 @@ class Watch:
 
 
 class Lane:
-    """The collectives of one group: one at a time, in the order in which they were asked for."""
+    """The collectives of one group: one at a time, in the order in which they were called."""
 
     def __init__(self, group: str, members: tuple[int, ...], timeout_s: float, watch: Watch) -> None:
         self.group, self.members, self.timeout_s, self.watch = group, members, timeout_s, watch
@@ -222,7 +222,7 @@ class Lane:
                 self._waiting -= 1
 
     def close(self) -> None:
-        """After what has been asked for."""
+        """Stop the thread after the pending collectives."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join(_STOP_TIMEOUT_S)

@@ -56,7 +56,7 @@ class ShmGroup(CpuGroup):
         self._closed = False
 
     def shutdown(self) -> None:
-        """After what has been asked for; who waits for this rank then, learns that it has left.
+        """Close the group after its pending collectives; ranks that wait for this one are told that it has left.
 
         A forked child that ends leaves alone what its parent goes on with.
         """

@@ -1,4 +1,4 @@
-"""The meeting of a group's members, which share memory, or all use gloo where there is none."""
+"""Creates a group of the shm backend: its members map shared memory, or all fall back to gloo."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _said: set[str] = set()  # what this process has logged
 
 
 class _NoMemory(Exception):
-    """The reason why the members of a group cannot share memory; all of them come to know it."""
+    """Raised on all members of a group with the reason why they cannot share memory."""
 
     def say(self, ranks: Sequence[int] | None) -> None:
-        """Tell a person of it; ``ranks`` are those of a group of a world that goes on as it is."""
+        """Print the reason; ``ranks`` are the members where only this group, and not the world, uses gloo."""
         text = f"backend='shm' cannot share memory, gloo takes its place: {self}"
         if ranks is not None:
             who = f"the group of the ranks {_listed(ranks)}"
@@ -70,7 +70,7 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def _of_a_world() -> bool:
-    """Return whether the ranks have a world of this backend already, which has said how it goes."""
+    """Return whether this process has a world of this backend already."""
     return dist.is_initialized() and dist.get_backend() == SHM.registered
 
 
@@ -80,7 +80,7 @@ def _gloo(meeting: _Meeting) -> dist.ProcessGroupGloo:
 
 
 def _members(meeting: _Meeting, cards: Sequence[Mapping[str, Any]]) -> Members:
-    """Return the members; raises `_NoMemory` on all ranks of the group alike."""
+    """Return the members; raises `_NoMemory` on all ranks of the group or on none."""
     layout = Layout(len(cards))
     made = meeting.told("made", 0, partial(_make, layout))
     part = _Part(meeting.names, cards, meeting.rank, made)
@@ -110,13 +110,13 @@ class _Meeting:
         return [_checked(answer) for answer in said]
 
     def told(self, key: str, maker: int, make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-        """Return what one member makes, or what went wrong with it, for those who ask."""
+        """Return the value that one member publishes, or its error."""
         if self.rank == maker:
             self._tell(key, make)
         return self._get(key, self.names[maker])
 
     def _tell(self, key: str, make: Callable[[], Mapping[str, Any]]) -> None:
-        """Whatever goes wrong is told, too: the others wait for an answer."""
+        """Publish the result of ``make``, or its error: the others wait for an answer."""
         try:
             mine = make()
         except _NoMemory as problem:

@@ -1,8 +1,8 @@
-"""The order in which the collectives of a group in shared memory run, and the end of one that cannot end.
+"""The queue of the collectives of a group in shared memory, and the timeout of those that cannot end.
 
-They run one after the other, in the order in which they were asked for, on the thread of whoever waits first. One that
-nobody waits for yet is begun at once, so that others need not wait for this rank; one to which it has to come more than
-once, unless its caller waits for it at once, and one whose future is asked for, runs on a thread of the group.
+They run one after the other, in the order of the calls, on the thread that waits first. An asynchronous one is begun at
+once, so that other ranks need not wait for this one. One that takes several stages and is not waited for at once, and
+one whose future was requested, run on a thread of the group.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Awaited(Protocol):
     """Something of others that is under way."""
 
     def wait(self, timeout_s: float) -> bool:
-        """Return whether it is there; waits for at most so long, and may be asked again."""
+        """Return whether it has arrived, after waiting for at most so long; may be called again."""
 
 
 class Course(Protocol):
@@ -43,10 +43,10 @@ class Course(Protocol):
 
     @property
     def one_stage(self) -> bool:
-        """Return whether the others can end it, once this rank has come to it."""
+        """Return whether other ranks can complete it once this rank has entered it."""
 
     def advance(self, timeout_s: float) -> bool:
-        """Return whether it has ended; it goes on for at most so long where others do not come."""
+        """Continue the collective; returns whether it has ended, after waiting for others for at most so long."""
 
 
 class ByStep:
@@ -77,7 +77,7 @@ class ByStep:
 
 
 class ShmWork(CollectiveWork):
-    """A collective that was asked for."""
+    """The handle of a collective that was called, as torch returns it."""
 
     def __init__(self, what: str, outputs: Sequence[Tensor], course: Course, lane: Lane) -> None:
         super().__init__(outputs)
@@ -94,7 +94,7 @@ class ShmWork(CollectiveWork):
         return self._done or self._lane.finish(self, 0.0)
 
     def tell(self, future: torch.futures.Future[list[Tensor]]) -> None:
-        """Hand over the result when nobody drives: what is called back may call collectives."""
+        """Queue the future, to be completed when no thread holds `driving`: callbacks may call collectives."""
         self._lane.told.append((self, future))
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
@@ -116,13 +116,13 @@ class Lane:
         self.told: deque[tuple[ShmWork, torch.futures.Future[list[Tensor]]]] = deque()
         """The collectives that have ended, each with a future that does not know of it yet."""
         self.driving = threading.Lock()
-        """Held by the thread that goes on with what is under way."""
+        """Held by the thread that runs the pending collectives."""
         self._queue: queue.SimpleQueue[ShmWork | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     @property
     def forked(self) -> bool:
-        """Return whether this process is a child of that of the rank, which goes on in the memory that both have."""
+        """Return whether this process was forked from the rank's process, which still uses the shared memory."""
         return os.getpid() != self.pid
 
     def check_process(self) -> None:
@@ -147,7 +147,7 @@ class Lane:
         return work
 
     def finish(self, work: ShmWork, timeout_s: float | None) -> bool:
-        """Return whether it has ended, with all that was asked for before it; within the time, if there is one."""
+        """Return whether it and all collectives called before it have ended, after at most ``timeout_s`` if given."""
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
         if self.driving.acquire(timeout=-1 if timeout_s is None else timeout_s):
             try:
@@ -171,7 +171,7 @@ class Lane:
             self.asked.popleft()
 
     def _advance(self, work: ShmWork, end_s: float | None) -> bool:
-        """Return whether it has ended; an error of its own ends it, too, and is kept for who waits for it."""
+        """Return whether it has ended; an error ends it, too, and is raised in `ShmWork.wait`."""
         work.since_s = work.since_s or time.monotonic()
         try:
             if self.failed is not None:
@@ -199,7 +199,7 @@ class Lane:
         return self.collectives.names[self.collectives.rank]
 
     def _look(self, work: ShmWork) -> None:
-        """Raise `WorldError` where those who are missing will not come, or have not come for too long."""
+        """Raise `WorldError` if a missing rank has ended or left, or has not come within the timeout."""
         missing = self._missing()
         reason = next(filter(None, (self._gone(rank, work) for rank in missing)), "")
         waited_s = time.monotonic() - work.since_s
@@ -211,7 +211,7 @@ class Lane:
             raise error
 
     def _missing(self) -> list[int]:
-        """Return who has not come to the stage of this rank."""
+        """Return the ranks that have not reached the stage of this rank."""
         memory, stage = self.collectives.memory, self.collectives.rendezvous.stage
         return [rank for rank in range(memory.size) if (memory.stage(rank) - stage) % (1 << 32) >= 1 << 31]
 
@@ -258,7 +258,7 @@ class Lane:
             del work  # nobody else may have its tensors
 
     def close(self) -> None:
-        """After what has been asked for aside; the others learn that this rank comes to nothing more."""
+        """Stop the thread after its pending collectives, and mark this rank as gone for the others."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join(_STOP_TIMEOUT_S)

@@ -157,7 +157,7 @@ BACKENDS: Mapping[str, Backend] = {row.name: row for row in (GLOO, NCCL, MPI, SH
 
 
 def usual_backend(device: DeviceType, shared: bool = False) -> Backend:
-    """Return the backend of ranks that compute on such devices, where none is asked for.
+    """Return the default backend of ranks that compute on such devices.
 
     ``shared``: all are on one host, and several, which may have a backend of their own.
     """

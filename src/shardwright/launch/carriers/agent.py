@@ -108,7 +108,7 @@ class Agent:
         self.writer.put(encode(event))
 
     def pass_signals(self, fd: int) -> None:
-        """Ask the launcher to end the job, as somebody on this host has asked."""
+        """Pass a request of this host to end the job on to the launcher."""
         for signum in os.read(fd, 512):
             if signum in (ASK_LAUNCHER, KILL_NOW):
                 self.tell(protocol.EndRequested(signum == KILL_NOW))
@@ -194,7 +194,7 @@ class Agent:
             self.tell(protocol.NotStarted(f"the supervisor of the ranks cannot be started: {error}"))
 
     def _end(self, order: protocol.End | protocol.Kill) -> None:
-        """Mark the job as failed before a rank is told to end, and have a stopped supervisor go on."""
+        """Mark the job as failed before any rank is signalled, and continue a stopped supervisor."""
         if isinstance(order, protocol.End) and order.failure is not None:
             with contextlib.suppress(OSError):
                 (self.scratch / "failed.json").write_text(json.dumps(order.failure))

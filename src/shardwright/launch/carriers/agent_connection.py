@@ -172,7 +172,7 @@ class AgentConnection(Connection):
 
     @property
     def may_live_s(self) -> float:
-        """The lease and the time to notice its end, unless the agent has told that it killed the ranks."""
+        """The lease and the time to notice its end, unless the agent has reported that it killed the ranks."""
         assert self.lease_s is not None
         return 0.0 if self._gone_code is not None else 1.25 * self.lease_s + 0.5
 

@@ -180,7 +180,7 @@ class SshCarrier(Carrier):
         return pack(sources())
 
     def _hosts_needed(self) -> Hosts:
-        """Return the hosts that have ranks, as far as that is known before anybody is asked."""
+        """Return the hosts that have ranks, as far as that is known before the hosts are contacted."""
         if self.remote.table is not None:
             self.placement = Placement.by_table(self.remote.table)
         elif self.remote.hosts.slots is not None:

@@ -1,4 +1,4 @@
-"""The state of the ranks of one host: what the kernel says of each, its own notes (`pulse`), and its stacks.
+"""Reads the state of the ranks of one host: kernel facts, their own records (`pulse`), and Python stacks.
 
 Stacks come from py-spy where it is installed and permitted: it reads them from outside, also those of a stopped rank
 and of one that answers no signal. Else from faulthandler in the rank itself (`pulse`), which is there in ranks that

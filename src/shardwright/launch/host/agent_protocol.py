@@ -1,4 +1,4 @@
-"""The messages between a launcher and an agent on another host, beside those that pass through (`protocol`).
+"""The messages between a launcher and an agent on another host, beside those it forwards (`protocol`).
 
 The agent's first message is its `Hello`. The launcher sends what is staged, if anything is (`stage`), and a `Check`;
 the agent answers with `Checked`. Each host but the first is then asked to `Reach` the first one, and answers `Reached`.

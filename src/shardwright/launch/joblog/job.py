@@ -1,4 +1,4 @@
-"""The folder of a job: ``log_output/<job>`` with its state, the mark of its failure and one folder per rank.
+"""The folder of a job, ``log_output/<job>``: its state, ``failed.json`` after a failure, and one folder per rank.
 
 ``job.json`` holds what runs, since when, by which launcher, and how it ended; ``failed.json``, if it is there, which
 rank failed first and why. Neither holds anything of the environment. Both are replaced whole, so that a reader never

@@ -65,7 +65,7 @@ class JobRecord:
 
     @property
     def stop_path(self) -> Path:
-        """The file that is there once the job was told to end."""
+        """The file that exists once somebody has requested the end of the job."""
         return self.path.with_suffix(".stop")
 
     @property

@@ -1,4 +1,4 @@
-"""The verdict on an attempt: which rank failed first on all hosts, by this host's clock, and why.
+"""Decides why an attempt failed: which rank failed first on all hosts, by this host's clock, and why.
 
 A failure is dated by the error file of its rank where there is one (the moment of the exception, with torchelastic's
 ``@record`` or under our zygote), else by the death of the rank. With the first failure a short while begins in which
@@ -209,7 +209,7 @@ class Judge:
         return len(self.started) == self.ranks
 
     def ended(self, end: RankEnd) -> bool:
-        """Note that a rank has ended. Returns whether hosts are now to be asked for errors (`settle`)."""
+        """Record that a rank has ended. Returns whether the errors of all hosts are now needed (`settle`)."""
         self.ends[end.rank] = end
         return end.code != 0 and self.undecided
 
@@ -234,7 +234,7 @@ class Judge:
         return "settle"
 
     def settle(self, asked: Iterable[tuple[str, float | None]], now_s: float) -> None:
-        """Begin to settle the first failure; ``asked`` are the hosts that were asked for errors, with their leases."""
+        """Begin to settle the first failure; ``asked`` are the hosts whose errors were requested, with their leases."""
         self._settle_at_s = now_s + SETTLE_S
         self._waits = {name: now_s + (_ANSWER_S if lease_s is None else lease_s) for name, lease_s in asked}
 
@@ -275,7 +275,7 @@ class Judge:
         return cause
 
     def blame(self, cause: RankEnd) -> None:
-        """Make this the cause: from now on the ranks are told to end."""
+        """Make this the cause of the failure; from now on the ranks are being ended."""
         self.cause, self.ending = cause, True
         self._settle_at_s = None
 

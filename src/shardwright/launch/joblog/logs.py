@@ -58,7 +58,7 @@ class LogFile:
                 self._gap_bytes = 0
 
     def lose(self, count: int, reason: str) -> None:
-        """Count bytes that never came, or cannot be kept."""
+        """Count bytes that were lost on the way or cannot be written."""
         self._gap_bytes += count
         self._gap_reason = reason
         self.lost_bytes += count

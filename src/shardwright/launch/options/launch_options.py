@@ -38,7 +38,7 @@ _SHORTEST_STALL_S = 0.5
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """A job, on this host or, with ``remote``, on several; there ``ranks`` is 0 until the hosts have been asked.
+    """A job, on this host or, with ``remote``, on several; there ``ranks`` is 0 until the hosts have answered.
 
     ``environment`` is what its ranks have in common beyond the environment of the launcher, ``rank_environments`` what
     single ranks have beside torchrun's variables. ``start_command`` starts the ranks where the carrier has one.
@@ -73,7 +73,7 @@ class LaunchOptions:
 
 
 def read_options(request: LaunchRequest) -> LaunchOptions:
-    """Return the job that is asked for. Raises `UsageError` for what cannot be served."""
+    """Return the checked options of a job. Raises `UsageError` for what is not supported."""
     chosen = carrier_facts(request.via)
     for_all, by_host = split_variables(request.variables)
     variables = read_variables(for_all, os.environ)

@@ -34,7 +34,7 @@ class RestartOptions:
 
     @classmethod
     def read(cls, max_restarts: int, elastic: bool, min_ranks: int | None) -> RestartOptions:
-        """Return the restarts that are asked for. Raises `UsageError` for words that contradict each other."""
+        """Return the restart options. Raises `UsageError` for options that contradict each other."""
         if max_restarts < 0:
             raise UsageError(f"--max-restarts {max_restarts} is no number of restarts; type a whole number from 0 on")
         if elastic and max_restarts == 0:

@@ -1,4 +1,4 @@
-"""The lines that ranks tell of their steps, as values, and what several of them say together."""
+"""Parses the step reports of ranks, and summarises those of several ranks."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ class GrowingFile:
 
 
 def objects(lines: Sequence[bytes], kind: type[T], damaged: Callable[[str], object] = lambda why: None) -> Iterator[T]:
-    """Yield the values of lines of JSON; ``damaged`` is told why others, such as half of one, are left out."""
+    """Yield the values of lines of JSON; ``damaged`` is called with the reason for each line that is left out."""
     for line in lines:
         try:
             value = from_json(line, kind)

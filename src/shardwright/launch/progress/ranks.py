@@ -1,4 +1,4 @@
-"""A job at one moment, as its folder shows it, from one look to the next; over ssh it travels as JSON."""
+"""Snapshots of a running job, read from its folder; sent over ssh as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that mpirun starts, under the same supervisor as others: their output, ends and signals pass as of our own.
+"""Supervises ranks that mpirun starts, with the same handling of output, exits and signals as other ranks.
 
     supervisor
       └─ mpirun

@@ -1,4 +1,4 @@
-"""Signs of life of the ranks of one host, and their stacks when the launcher asks for them.
+"""Tracks the progress of the ranks of one host, and collects their stacks at the launcher's request.
 
 A sign of life is a byte of output, or a pulse that has moved: a step, or a collective of shardwright's. The launcher,
 which sees the ranks of all hosts, decides when they have been quiet for too long (`stall`).
@@ -58,6 +58,6 @@ class Progress:
         self._wake()
 
     def take_answer(self) -> tuple[float, bytes] | None:
-        """Return, once, for how long it had been quiet when somebody asked, and the observations."""
+        """Return once the seconds without progress at the time of the request, and the observations."""
         answer, self._answer = self._answer, None
         return None if answer is None else (self._quiet_s, answer)

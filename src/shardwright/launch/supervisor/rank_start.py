@@ -1,4 +1,4 @@
-"""The start of a rank: the files that it takes, the fork, its cores, and what the child lays down of the supervisor."""
+"""Starts a rank: its open files, the fork, its cores, and resetting the supervisor's state in the child."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def why_no_torch(message: str) -> str:
 
 
 def open_pulses(start: Start, events: int) -> dict[int, PulseFile]:
-    """Open a pulse for each rank, which is told where to find its own; none where nobody waits for them."""
+    """Open a pulse file for each rank and set the variable that names it; none where hangs are not detected."""
     pulses: dict[int, PulseFile] = {}
     if start.stall_s is None:
         return pulses

@@ -242,7 +242,7 @@ class Supervisor:
             send_signal(process.pid, signum)
 
     def _end(self, signum: int, grace_s: float) -> None:
-        """Signal the ranks; what ranks leave behind is told to end as they go; one deadline for all of it."""
+        """Signal the ranks, and the processes that they leave behind when they end; all have one deadline."""
         now_s = time.monotonic()
         if self.ending is None:
             self.ending = Ending(now_s, now_s + grace_s)

@@ -1,1 +1,1 @@
-"""The libraries of others that come with the extra ``ocr``, and the geometry that is asked of them."""
+"""The libraries of the optional extra ``ocr``, and the geometry computed with them."""

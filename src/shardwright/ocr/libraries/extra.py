@@ -1,4 +1,4 @@
-"""The libraries of the extra ``ocr``, which come only where they are asked for."""
+"""Imports the libraries of the optional extra ``ocr`` at their first use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files that say what stands where: lines of ICDAR 2015, lines with JSON, lists of words, and SynthText's."""
+"""Reads label files: lines of ICDAR 2015, lines with JSON, lists of words, and SynthText's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compares what several ranks hold alike: parameters, parts of these, and buffers.
+"""Compares the replicas of a model on several ranks: parameters, shards of them, and buffers.
 
 All begin with what rank 0 has, and each makes the steps of its optimizer for itself, from gradients that are the same:
 so they stay alike, unless a script does on one rank what it does not do on the others. That no collective of a step
@@ -79,7 +79,7 @@ class _Held:
 
 
 class Replicas:
-    """Compares what ranks hold alike of a model in the first calls, and then in one of so many.
+    """Compares the replicas of a model in its first calls, and then in one of so many.
 
     Costs nothing in most calls; in those of `Turns` a pass over all parameters, and a collective of 8 bytes for each
     way in which tensors are cut.

@@ -175,7 +175,7 @@ class Compiler:
 
 
 class Compiled:
-    """The stretches of one program: its ``functions``, and what is to be told of them."""
+    """The stretches of one program: its ``functions``, and the messages about them."""
 
     def __init__(
         self, stretches: Sequence[Stretch], operators: str, what: str, compiler: Compiler, scope: dict[str, Any]

@@ -1,4 +1,4 @@
-"""The model and Python as they were, compared before each step.
+"""Compares the model and the Python values that a step reads with those at capture, before each step.
 
 What was put in the place of a parameter is refused; other values, and other hooks, need another program.
 """
@@ -108,7 +108,7 @@ class Remembered:
         self._filled = [(hooks, there) for hooks, there, _ in self._hooks if there]
 
     def holds(self) -> bool:
-        """Return whether all is what it was; asked before each step, of hundreds of values."""
+        """Return whether nothing has changed; called before each step, for hundreds of values."""
         if any(self._empty) or not all(_are(hooks.values(), there) for hooks, there in self._filled):
             return False
         if not all(map(is_, map(dict.get, self._where, self._names, repeat(MISSING)), self._objects)):

@@ -1,4 +1,4 @@
-"""A model comes to its devices one tensor at a time: brought there, made what rank 0 has, and cut to this rank's part.
+"""Moves a model to its device one tensor at a time: copied, broadcast from rank 0, and sharded.
 
 So a device never holds more than its parts and one whole tensor beside them, and what fits no device can be trained.
 Those on the meta device have no values: they are made module by module (`initialising`), and stored in the same way.

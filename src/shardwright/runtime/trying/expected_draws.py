@@ -1,4 +1,4 @@
-"""Random operators that give what does not depend on how many numbers are drawn, so that losses can be compared.
+"""Replaces random operators by their expected values, so that losses of different batch splits can be compared.
 
 A step on a part of a batch draws other numbers for its samples than a step on the whole, also with one seed. Inside
 `expected_draws` each draw gives its expectation, or another number that is the same for each entry: dropout gives what

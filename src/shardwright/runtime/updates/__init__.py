@@ -1,1 +1,1 @@
-"""The steps of optimizers on split parameters: what torch is told for them, and what ranks tell each other of them."""
+"""Optimizer steps on sharded parameters, and the comparison of these steps between ranks."""

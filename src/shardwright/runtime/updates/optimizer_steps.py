@@ -1,7 +1,7 @@
-"""The record of what the optimizers of split parameters have done on this rank.
+"""Counts the steps and loaded states of the optimizers of sharded parameters on this rank, for ranks to compare.
 
-No rank has what another one makes of its part, so nothing shows later that one has made a step less, begun with other
-states, or made its steps with another learning rate. So ranks tell each other how often and how each has.
+Each rank updates its own shard, so that no tensor shows that one rank has made a step less, loaded another state, or
+used another learning rate. Ranks therefore compare these counts and settings.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def made_steps() -> MadeSteps:
 
 
 def note_step(optimizer: Optimizer, *, has_closure: bool = False) -> None:
-    """Told before each step of an optimizer that has split parameters; gradients are still to come of a closure."""
+    """Count a step that an optimizer of sharded parameters is about to make; with a closure, gradients come later."""
     last = _told(type(optimizer).__name__, tuple(_settings(group, has_closure) for group in optimizer.param_groups))
     before = made_steps()
     _made[0] = replace(before, steps=before.steps + 1, settings=before.settings + zlib.crc32(last.encode()), last=last)
 
 
 def note_load() -> None:
-    """Told where an optimizer that has split parameters was given a state."""
+    """Count a state that was loaded into an optimizer of sharded parameters."""
     _made[0] = replace(made_steps(), loads=made_steps().loads + 1)
 
 

@@ -1,8 +1,7 @@
-"""Tells torch's optimizers, in each step, of the parameters of a parallel model, which may be DTensors.
+"""Prepares each step of torch's optimizers on the parameters of a parallel model, which may be DTensors.
 
-Those that were made before the parameters were split are given the new ones. Those that work entry by entry make their
-step on the parts that this rank holds (`split_tensor`). Those whose arithmetic torch cannot split are given whole
-gradients.
+An optimizer that was made before the parameters were sharded gets the new ones. An elementwise optimizer updates this
+rank's shards (`split_tensor`). An optimizer whose arithmetic torch cannot shard (Adafactor, Muon) gets full gradients.
 """
 
 from __future__ import annotations

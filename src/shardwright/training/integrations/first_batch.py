@@ -1,4 +1,4 @@
-"""The first batch of somebody's loader, to capture by, with nothing lost or drawn that training would see."""
+"""Reads the first batch of a loader for the capture, without consuming samples or random numbers of training."""
 
 from __future__ import annotations
 

@@ -269,7 +269,7 @@ class _Noted:
         self._everyones: dict[tuple[str, str], dict[str, Any]] = {}
 
     def note(self, step: str, name: str, how: dict[str, Any]) -> None:
-        """Note what the module said while it was captured, on this rank or on another one."""
+        """Record the values that the module logged while it was captured, on this rank or another one."""
         self._mine[step, name] = how
 
     def of(self, step: str, names: Iterable[str]) -> dict[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Predicts how many bytes go from host to host when the programs of a plan run so and so often."""
+"""Predicts how many bytes go from host to host in a number of runs of a plan's programs."""
 
 from __future__ import annotations
 

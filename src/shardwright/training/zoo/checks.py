@@ -1,4 +1,4 @@
-"""Checks a configuration beyond its keys, before processes meet: one line for each problem."""
+"""Checks a configuration beyond its keys, before the ranks connect: one line for each problem."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ Problems = list[str]
 
 
 class UnreadError(Exception):
-    """Raised where a check asks for a key that could not be read, of which a line says so already."""
+    """Raised when a check needs a key that could not be read; that problem is reported already."""
 
 
 class Partial:

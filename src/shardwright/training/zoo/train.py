@@ -1,4 +1,4 @@
-"""`shardwright train`: a run as a configuration describes it, checked before any process group is there."""
+"""`shardwright train`: runs a configuration, which is checked before the process group is created."""
 
 from __future__ import annotations
 

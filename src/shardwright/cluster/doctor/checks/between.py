@@ -1,4 +1,4 @@
-"""Checks between hosts: what differs, whose clock is wrong, and who does not reach whom."""
+"""Checks between hosts: versions that differ, clocks that are wrong, and hosts that do not reach each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of variables: those that hurt, those that name what does not exist, and folders of libraries."""
+"""Checks of environment variables: harmful values, values that name missing devices, and library paths."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class Collectives(ByRows):
         return written
 
     def compare(self, written: bytes) -> None:
-        """Raise `WorldError`, on all ranks alike, where one has written another note for this stage."""
+        """Raise `WorldError` on all ranks where one of them has written another note for this stage."""
         parity, length = self.rendezvous.stage & 1, len(written)
         for rank in range(self.size):
             if self.memory.note(rank, parity, length) != written:
@@ -215,7 +215,7 @@ class Collectives(ByRows):
                 self._take(rank, tensor, int(starts[rank, self.rank]), start)
 
     def _put(self, out: Mapping[int, Tensor], lengths: Sequence[int], start: int) -> None:
-        """Return what lies from the byte ``start`` on in the row of this rank's parts."""
+        """Write the slot-sized piece of this rank's concatenated parts that begins at the byte ``start``."""
         at = 0
         for rank, length in enumerate(lengths):
             first, end = max(at, start), min(at + length, start + DATA_BYTES)
@@ -225,7 +225,7 @@ class Collectives(ByRows):
             at += length
 
     def _take(self, rank: int, tensor: Tensor, at: int, start: int) -> None:
-        """Return what lies there of the part that stands from ``at`` on in the row of ``rank``."""
+        """Read the piece of ``tensor`` in the slot of ``rank``, whose part begins at byte ``at`` of its row."""
         first, end = max(at, start), min(at + tensor.numel(), start + DATA_BYTES)
         if first < end:
             part = tensor[first - at : end - at]

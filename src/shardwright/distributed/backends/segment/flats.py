@@ -1,4 +1,4 @@
-"""Tensors as rows of elements, whatever their shapes and strides, and collectives that follow from those of rows."""
+"""Flattens tensors of any strides to rows of elements, and derives list collectives from those on rows."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ByRows(ABC):
 
 
 def gathering(rows: Sequence[Tensor], flat: Tensor) -> tuple[str, Tensor, list[int]]:
-    """The kind of a gathering, what all have alike in it, and the sizes that all must agree on beside it, if any."""
+    """Return the kind of an all-gather, a tensor with what is equal on all ranks, and the sizes to agree on, if any."""
     sizes = [row.numel() for row in rows]
     if len(set(sizes)) == 1:
         return "all_gather", flat, []

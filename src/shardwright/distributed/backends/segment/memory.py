@@ -43,7 +43,7 @@ class Layout:
 
     @cached_property
     def note_bytes(self) -> int:
-        """Return what stands before the data of a slot: a head, and two numbers for each rank."""
+        """Return the bytes before the data of a slot: a head, and two numbers for each rank."""
         return _up(HEAD_BYTES + 16 * self.size, 64)
 
     @property
@@ -98,7 +98,7 @@ class Memory:
         return self._data[rank][parity]
 
     def write_note(self, parity: int, note: bytes) -> None:
-        """Write what this rank does, for others to compare with what they do; its head is kept for later readers."""
+        """Write the note of this rank's collective, for other ranks to compare; its head stays readable later."""
         place, slot = self.layout.place_at(self.rank) + _HEAD_AT, self.layout.slot_at(self.rank, parity)
         self.bytes[place : place + HEAD_BYTES] = note[:HEAD_BYTES]
         self.bytes[slot : slot + len(note)] = note
@@ -118,14 +118,14 @@ class Memory:
         return stage
 
     def leave(self, reason: str) -> None:
-        """Tell the others why this rank comes to nothing more."""
+        """Publish why this rank takes part in nothing more."""
         start = self.layout.place_at(self.rank) + _REASON_AT
         text = reason.encode()[: _PLACE_BYTES - _REASON_AT - _REASON.size]
         self.bytes[start + _REASON.size : start + _REASON.size + len(text)] = text
         _REASON.pack_into(self.bytes, start, len(text))
 
     def reason(self, rank: int) -> str:
-        """Return why a rank comes to nothing more; "" as long as it has not said so."""
+        """Return why a rank takes part in nothing more; "" while it does."""
         start = self.layout.place_at(rank) + _REASON_AT
         length = _REASON.unpack_from(self.bytes, start)[0]
         start += _REASON.size
@@ -161,7 +161,7 @@ def open_file(pid: int, number: int, nbytes: int, token: bytes) -> int:
 
 @dataclass(frozen=True)
 class Process:
-    """A process, told from a later one with its number by when it was started."""
+    """A process, identified by its number and its start time, since numbers are reused."""
 
     pid: int
     started: str
@@ -171,7 +171,7 @@ class Process:
         return cls(os.getpid(), _started(os.getpid()))
 
     def has_ended(self) -> bool:
-        """Return whether it runs no more, though nobody may have asked for its exit code yet."""
+        """Return whether it has ended, also as a zombie."""
         return _started(self.pid) != self.started
 
 

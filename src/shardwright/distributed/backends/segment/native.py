@@ -88,12 +88,12 @@ class Rendezvous:
         self._native, self._group, self.stage = native, group, 0
 
     def arrive(self) -> None:
-        """Come to the next stage: what this rank has written before can be read by who has waited."""
+        """Enter the next stage: ranks that have waited for it may read what this rank wrote before."""
         self.stage = (self.stage + 1) % _STAGES
         self._native.arrive(self._group, self.stage)
 
     def wait(self, timeout_s: float) -> bool:
-        """Return whether all have come to the stage of this rank; may be asked again."""
+        """Return whether all ranks have reached the stage of this one; may be called again."""
         return bool(self._native.wait(self._group, self.stage, int(timeout_s * 1e9)))
 
     def wait_aside(self) -> None:

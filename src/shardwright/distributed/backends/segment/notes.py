@@ -1,4 +1,4 @@
-"""The note of a rank about the collective to which it has come, for others to compare with theirs."""
+"""The note in which each rank describes its next collective, so that mismatched calls are found."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Note(NamedTuple):
     root: int = 0
 
     def head(self) -> bytes:
-        """Return a text that is the same for all ranks that come to the same collective."""
+        """Return bytes that are equal on all ranks that call the same collective."""
         return _HEAD.pack(
             self.number % (1 << 32), _NUMBERS["kinds"][self.kind], _NUMBERS["operations"][self.operation],
             0 if self.dtype is None else 1 + _NUMBERS["dtypes"][self.dtype], 0, self.numel, self.root, 0,

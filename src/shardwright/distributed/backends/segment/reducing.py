@@ -103,7 +103,7 @@ def _gathering(dtype: torch.dtype, numel: int) -> _Kind:
 
 
 class NativeCollective:
-    """One of them, under way: what this rank gives, where the result goes, and the ``output`` that is to have it."""
+    """A pending native collective: the operand of this rank, the memory for the result, and the ``output`` tensor."""
 
     def __init__(self, native: NativeCollectives, kind: _Kind, own: Tensor, into: Tensor, output: Tensor) -> None:
         self._all, self._kind, self._begun = native, kind, False
@@ -111,7 +111,7 @@ class NativeCollective:
 
     @property
     def one_stage(self) -> bool:
-        """Return whether the others can end it, once this rank has come to it."""
+        """Return whether other ranks can complete it once this rank has entered it."""
         return self._kind.one_stage
 
     def advance(self, timeout_s: float) -> bool:
