@@ -1,9 +1,9 @@
 """Batches in an order that is the same for any number of ranks, without communication.
 
-The order of an epoch is fixed by (seed, epoch). A global batch is the next ``batch_size`` samples of it. `Loader._cut`
-says which rows of it a rank loads, by the plan's ``batch_rows``, without a plan by `chunk_range`; what a step then
-takes of these is `runtime.programs.inputs.input_parts`. So the place in the data is two numbers, the epoch and the
-samples consumed, and a run can go on from it on any other number of ranks.
+The order of an epoch is fixed by (seed, epoch). A global batch is the next ``batch_size`` samples of it, which
+`Loader._rows_of_ranks` splits among the ranks: by the plan's ``batch_rows``, without a plan by `chunk_range`. What a
+step takes of a rank's rows is `runtime.programs.inputs.input_parts`. So the position in the data is two numbers, the
+epoch and the samples consumed, and a run can resume from it on any number of ranks.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class IndexedLoader(Loader):
         for number in range(self._batches_after(begin.samples)):
             first = begin.samples + number * self.batch_size
             rows = order[first : first + self.batch_size]
-            ranges = self._cut(len(rows))
+            ranges = self._rows_of_ranks(len(rows))
             start, stop = ranges[self._rank]
             parts.append(_Part(rows[start:stop], len(rows), ranges, self._rank))
         return parts

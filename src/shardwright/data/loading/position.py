@@ -66,7 +66,7 @@ class Loader:
     def __init__(self, batching: Batching) -> None:
         self.batch_size = batching.batch_size
         self._rank, self._size, self._plan = batching.rank, batching.size, batching.plan
-        self._cuts: tuple[int, tuple[Range, ...]] = 0, ()
+        self._known_rows: tuple[int, tuple[Range, ...]] = 0, ()
         self._drop_last, self._pin_memory = batching.drop_last, batching.pin_memory
         self._position = Position()
         self._loaded = False  # the position was loaded: the next pass begins there in any case
@@ -166,15 +166,15 @@ class Loader:
                 "one loader serves one loop at a time"
             )
 
-    def _cut(self, rows: int) -> tuple[Range, ...]:
-        """Return which rows of a global batch are each rank's; all but the last of an epoch have as many."""
-        if self._cuts[0] != rows:
+    def _rows_of_ranks(self, rows: int) -> tuple[Range, ...]:
+        """Return which of the ``rows`` of a global batch each rank reads: as the plan splits them, or evenly."""
+        if self._known_rows[0] != rows:
             ranks = range(self._size)
             if self._plan is not None:
-                self._cuts = rows, tuple(self._plan.batch_rows(rank, rows) for rank in ranks)
+                self._known_rows = rows, tuple(self._plan.batch_rows(rank, rows) for rank in ranks)
             else:
-                self._cuts = rows, tuple(chunk_range(rows, self._size, rank) for rank in ranks)
-        return self._cuts[1]
+                self._known_rows = rows, tuple(chunk_range(rows, self._size, rank) for rank in ranks)
+        return self._known_rows[1]
 
 
 def _timed(batches: Iterator[Batch]) -> Iterator[Batch]:

@@ -50,7 +50,7 @@ class StreamLoader(Loader):
         for position, samples in self._global_batches(begin):
             self._must_be(number)
             self._position, epoch = position, position.epoch
-            yield self._batch(samples, self._cut(len(samples)))
+            yield self._batch(samples, self._rows_of_ranks(len(samples)))
         if number == self._passes:
             self._position = Position(epoch + 1)
 
