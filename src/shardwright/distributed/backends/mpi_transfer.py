@@ -13,14 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
 
+from shardwright.distributed.backends import table
 from shardwright.distributed.backends.group import Steps
-from shardwright.errors import UsageError
-
-ReduceKind = dist.ReduceOp
+from shardwright.distributed.backends.segment.reduction import Reduction as KnownReduction
 
 LARGEST_COUNT = 2**31 - 1  # MPI counts in C ints
 # Reductions go block by block. MPI holds a copy of what it reduces; one of 4 MiB stays in the cache and in the heap,
@@ -29,64 +27,46 @@ _BLOCK_BYTES = 4 << 20
 _WIDENED = (torch.float16, torch.bfloat16)
 
 _MOVED = {1: MPI.UINT8_T, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T, 16: MPI.C_DOUBLE_COMPLEX}
-_INTEGERS = {
+_DATATYPES = {
     torch.int8: MPI.INT8_T, torch.int16: MPI.INT16_T, torch.int32: MPI.INT32_T, torch.int64: MPI.INT64_T,
     torch.uint8: MPI.UINT8_T, torch.uint16: MPI.UINT16_T, torch.uint32: MPI.UINT32_T, torch.uint64: MPI.UINT64_T,
+    torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE, **dict.fromkeys(_WIDENED, MPI.FLOAT), torch.bool: MPI.C_BOOL,
+    torch.complex64: MPI.C_FLOAT_COMPLEX, torch.complex128: MPI.C_DOUBLE_COMPLEX,
 }  # fmt: skip
-_FLOATS = {torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE}
-_COMPLEX = {torch.complex64: MPI.C_FLOAT_COMPLEX, torch.complex128: MPI.C_DOUBLE_COMPLEX}
-
-_SUMS = {ReduceKind.SUM: MPI.SUM, ReduceKind.AVG: MPI.SUM, ReduceKind.PRODUCT: MPI.PROD}
-_ARITHMETIC = _SUMS | {ReduceKind.MAX: MPI.MAX, ReduceKind.MIN: MPI.MIN}
-_BITWISE = {ReduceKind.BAND: MPI.BAND, ReduceKind.BOR: MPI.BOR, ReduceKind.BXOR: MPI.BXOR}
-# Of two truths the sum and the larger are "or", the product and the smaller are "and", as for NCCL.
-_LOGICAL = {
-    ReduceKind.SUM: MPI.LOR, ReduceKind.MAX: MPI.LOR, ReduceKind.BOR: MPI.LOR, ReduceKind.BXOR: MPI.LXOR,
-    ReduceKind.PRODUCT: MPI.LAND, ReduceKind.MIN: MPI.LAND, ReduceKind.BAND: MPI.LAND,
+_OPERATIONS = {
+    "SUM": MPI.SUM, "AVG": MPI.SUM, "PRODUCT": MPI.PROD, "MAX": MPI.MAX, "MIN": MPI.MIN, "BAND": MPI.BAND,
+    "BOR": MPI.BOR, "BXOR": MPI.BXOR,
+}  # fmt: skip
+# Of two booleans the sum and the larger are "or", the product and the smaller are "and", as for NCCL.
+_OF_BOOLEANS = {
+    "SUM": MPI.LOR, "MAX": MPI.LOR, "BOR": MPI.LOR, "BXOR": MPI.LXOR, "PRODUCT": MPI.LAND, "MIN": MPI.LAND,
+    "BAND": MPI.LAND,
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """``kind`` on numbers of ``dtype`` among ``size`` ranks, in MPI's words. ``widened``: by way of float32."""
+    """A reduction in MPI's words; ``averages``: the mean over ``size`` ranks; ``widened``: computed in float32."""
 
-    kind: Any
     datatype: MPI.Datatype
     op: MPI.Op
     size: int
+    averages: bool
     widened: bool
 
     @classmethod
     def of(cls, reduce_op: Any, dtype: torch.dtype, size: int) -> Reduction:
-        """Raises `UsageError` for a pair of operation and dtype that MPI and this backend have no meaning for."""
-        kind = getattr(reduce_op, "op", reduce_op)
-        widened = dtype in _WIDENED
-        if widened:
-            datatype, ops = MPI.FLOAT, _ARITHMETIC
-        elif dtype in _FLOATS:
-            datatype, ops = _FLOATS[dtype], _ARITHMETIC
-        elif dtype in _INTEGERS:
-            datatype, ops = (
-                _INTEGERS[dtype],
-                {k: op for k, op in (_ARITHMETIC | _BITWISE).items() if k != ReduceKind.AVG},
-            )
-        elif dtype == torch.bool:
-            datatype, ops = MPI.C_BOOL, _LOGICAL
-        elif dtype in _COMPLEX:
-            datatype, ops = _COMPLEX[dtype], _SUMS
-        else:
-            ops = {}
-        if kind not in ops:
-            known = f"for {dtype} it knows {', '.join(k.name for k in ops)}" if ops else f"it cannot reduce {dtype}"
-            raise UsageError(f"the mpi backend cannot reduce by {kind.name} on {dtype}; {known}")
-        return cls(kind, datatype, ops[kind], size, widened)
+        """Raises `UsageError` for a pair of operation and dtype that has no meaning."""
+        name = KnownReduction.of(table.MPI.name, reduce_op, dtype, size).name
+        ops = _OF_BOOLEANS if dtype == torch.bool else _OPERATIONS
+        return cls(_DATATYPES[dtype], ops[name], size, name == "AVG", dtype in _WIDENED)
 
     def block(self) -> int:
         """Elements of `_BLOCK_BYTES`."""
         return _BLOCK_BYTES // self.datatype.Get_size()
 
     def finish(self, summed: Tensor) -> None:
-        if self.kind == ReduceKind.AVG:
+        if self.averages:
             summed.div_(self.size)
 
 
