@@ -127,9 +127,9 @@ def limits_of_groups(backend):
     sw.init(backend, timeout=77)
     mesh = Mesh.of(a=2, b=1)
     made = [sw.create_group([0, 1]), *SharedGroups.of_world().take(mesh, [("b",)]), group_for_messages()]
-    limits = {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in made}
-    lanes = {group.lane.timeout_s for group in made if isinstance(group, ShmGroup)}
-    return len(made), limits | lanes
+    of_gloo = {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in made}
+    of_shm = {group.queue.timeout_s for group in made if isinstance(group, ShmGroup)}
+    return len(made), of_gloo | of_shm
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])

@@ -415,7 +415,7 @@ def dies(how):
             os.kill(os.getpid(), 9)
         time.sleep(600)
     if how == "hangs":
-        dist.group.WORLD.lane.timeout_s = 6.0  # from here on, since ranks may take longer to meet
+        dist.group.WORLD.queue.timeout_s = 6.0  # from here on, since ranks may take longer to meet
     dist.all_reduce(torch.ones(3))
     return {}
 

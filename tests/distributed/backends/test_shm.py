@@ -99,9 +99,9 @@ def in_rows():
     sw.init("shm", timeout=60)
     group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     native = [group._native.reduce_scatter, group._native.all_gather]
-    courses = []
+    collectives_made = []
     group._native.reduce_scatter, group._native.all_gather = (
-        lambda *given, made=made: courses.append(made(*given)) or courses[-1] for made in native
+        lambda *given, made=made: collectives_made.append(made(*given)) or collectives_made[-1] for made in native
     )
     for numel in (0, 70_001, 300_001, 1_100_001):  # in one chunk, in several, and in many
         for dtype in (torch.float32, torch.bfloat16):
@@ -124,7 +124,7 @@ def in_rows():
     wanted = size * mine
     reduce_scatter_single(mine, overlapping)
     assert torch.equal(mine, wanted)
-    return [course is not None for course in courses]
+    return [collective is not None for collective in collectives_made]
 
 
 def test_native_code_and_steps_in_python_gather_and_scatter_alike():
@@ -248,7 +248,7 @@ def goes(how, folder):
             return backend_ranks.until(lambda: len(list(folder.iterdir())) == dist.get_world_size() - 1)
         os._exit(3)
     if how == "stalls":
-        dist.group.WORLD.lane.timeout_s = 3.0  # from here on, since ranks may take longer to meet
+        dist.group.WORLD.queue.timeout_s = 3.0  # from here on, since ranks may take longer to meet
     found = backend_ranks.told_of_the_end()
     (folder / str(rank)).touch()
     return found

@@ -310,9 +310,9 @@ class CollectiveWork(dist.Work):
         with _ending:
             self._error, self._done, future = error, True, self._future
         if future is not None:
-            self.tell(future)
+            self.deliver(future)
 
-    def tell(self, future: torch.futures.Future[list[Tensor]]) -> None:
+    def deliver(self, future: torch.futures.Future[list[Tensor]]) -> None:
         """Complete the future."""
         self.complete(future)
 

@@ -16,7 +16,7 @@ from shardwright.common.torch_private import add_gloo_inside
 from shardwright.distributed.backends import table
 from shardwright.distributed.backends.group import CpuGroup, Steps, Task
 from shardwright.distributed.backends.mpi_transfer import Transfer
-from shardwright.distributed.backends.mpi_work import Lane, Message, MpiWork, Watch
+from shardwright.distributed.backends.mpi_work import CollectiveQueue, Message, MpiWork, Watch
 from shardwright.errors import UsageError, WorldError
 
 
@@ -41,8 +41,8 @@ class Job:
         with_members = world.Get_group().Incl(members)
         comm = world.Create_group(with_members, tag)
         with_members.Free()
-        lane = Lane(options.group_id, members, options.timeout.total_seconds(), self.watch)
-        group = MpiGroup(Transfer(comm), Transfer(comm.Dup()), lane)
+        queue = CollectiveQueue(options.group_id, members, options.timeout.total_seconds(), self.watch)
+        group = MpiGroup(Transfer(comm), Transfer(comm.Dup()), queue)
         # torch gives the name of a group that has ended to the next one of the same ranks, and what stands in the store
         # under that name leads gloo to peers that are gone.
         once = comm.bcast(secrets.token_hex(8) if comm.Get_rank() == 0 else None)
@@ -66,10 +66,10 @@ class Job:
 class MpiGroup(CpuGroup):
     """Ranks with a communicator for collectives and all that belongs to them, and another for messages."""
 
-    def __init__(self, collectives: Transfer, messages: Transfer, lane: Lane) -> None:
+    def __init__(self, collectives: Transfer, messages: Transfer, queue: CollectiveQueue) -> None:
         super().__init__(table.MPI, collectives)
         self.collectives: Transfer = collectives
-        self.messages, self.lane = messages, lane
+        self.messages, self.queue = messages, queue
         self._sent: list[Message] = []
         self._closed = False
 
@@ -78,18 +78,18 @@ class MpiGroup(CpuGroup):
         if self._closed:
             return
         self._closed = True
-        self.lane.close()
+        self.queue.close()
         for transfer in (self.collectives, self.messages):
             transfer.comm.Free()
 
     def begin(self, what: str, outputs: Sequence[Tensor], task: Task, asynchronous: bool) -> MpiWork:
-        return self.lane.run(what, outputs, task, asynchronous)
+        return self.queue.run(what, outputs, task, asynchronous)
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> MpiWork:
         (tensor,) = tensors
         self.check_memory("send", tensor)
         whole = tensor.detach().contiguous()
-        message = self.lane.message("send", whole, self.messages.send(whole, peer, tag), _nothing, peer)
+        message = self.queue.message("send", whole, self.messages.send(whole, peer, tag), _nothing, peer)
         # Nobody need wait for what was sent, yet its memory must last until it is on its way.
         self._sent = [*(sent for sent in self._sent if not sent.is_completed()), message]
         return message
@@ -116,7 +116,7 @@ class MpiGroup(CpuGroup):
                 target.copy_(whole)
             return ()
 
-        return self.lane.message("recv", tensor, self.messages.receive(whole, source, tag), finish, peer)
+        return self.queue.message("recv", tensor, self.messages.receive(whole, source, tag), finish, peer)
 
 
 def _nothing() -> Steps:

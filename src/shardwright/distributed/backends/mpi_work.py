@@ -173,7 +173,7 @@ class Watch:
         MPI.COMM_WORLD.Abort(1)
 
 
-class Lane:
+class CollectiveQueue:
     """The collectives of one group: one at a time, in the order in which they were called."""
 
     def __init__(self, group: str, members: tuple[int, ...], timeout_s: float, watch: Watch) -> None:

@@ -18,7 +18,7 @@ from shardwright.distributed.backends.segment.memory import Memory, Process
 from shardwright.distributed.backends.segment.native import Group, Native, Rendezvous
 from shardwright.distributed.backends.segment.reducing import NativeCollectives
 from shardwright.distributed.backends.segment.reduction import Reduction
-from shardwright.distributed.backends.shm_work import ByStep, Lane, ShmWork
+from shardwright.distributed.backends.shm_work import CollectiveQueue, ShmWork, SteppedCollective
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ class Members:
 
 
 class ShmGroup(CpuGroup):
-    """The group of some ranks of one host, whose collectives run in a lane, and whose messages go by gloo."""
+    """The group of some ranks of one host, whose collectives run in a queue, and whose messages go by gloo."""
 
     def __init__(self, members: Members, gloo: dist.ProcessGroupGloo, timeout: timedelta) -> None:
         collectives = members.collectives()
         super().__init__(table.SHM, collectives)
-        self.lane = Lane(collectives, members.processes, timeout.total_seconds())
+        self.queue = CollectiveQueue(collectives, members.processes, timeout.total_seconds())
         self._native = NativeCollectives(collectives, members.library, members.group())
         self._gloo: Any = gloo  # whose methods are in no list of torch's
         add_gloo_inside(self, gloo)
@@ -60,13 +60,13 @@ class ShmGroup(CpuGroup):
 
         A forked child that ends leaves alone what its parent goes on with.
         """
-        if not self._closed and not self.lane.forked:
+        if not self._closed and not self.queue.forked:
             self._closed = True
-            self.lane.close()
+            self.queue.close()
 
     def begin(self, what: str, outputs: Sequence[Tensor], task: Task, asynchronous: bool) -> ShmWork:
-        course = ByStep(task, self.lane.collectives)
-        return self.lane.begin(what, outputs, course, sum(tensor.nbytes for tensor in outputs), asynchronous)
+        collective = SteppedCollective(task, self.queue.collectives)
+        return self.queue.begin(what, outputs, collective, sum(tensor.nbytes for tensor in outputs), asynchronous)
 
     def allreduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None) -> dist.Work:  # type: ignore[override]
         """Reduce as torch asks for it; one tensor by native code, where that reduces its kind."""
@@ -74,40 +74,40 @@ class ShmGroup(CpuGroup):
             return super().allreduce(tensors, opts, op, timeout)
         [tensor] = tensors
         self.check_memory("all_reduce", tensor)
-        course = self._native.all_reduce(tensor, opts.reduceOp)
-        if course is None:
+        collective = self._native.all_reduce(tensor, opts.reduceOp)
+        if collective is None:
             return super().allreduce([tensor], opts)
-        return self.lane.begin("all_reduce", [tensor], course, tensor.nbytes, opts.asyncOp)
+        return self.queue.begin("all_reduce", [tensor], collective, tensor.nbytes, opts.asyncOp)
 
     def summed(self, tensor: Tensor, reduction: Reduction) -> Steps:
         """As `allreduce` sums it, which another rank may call for the same tensor."""
         operation = dist.ReduceOp(dist.ReduceOp.RedOpType.__members__[reduction.name])
-        course = self._native.all_reduce(tensor, operation)
-        return super().summed(tensor, reduction) if course is None else [course]
+        collective = self._native.all_reduce(tensor, operation)
+        return super().summed(tensor, reduction) if collective is None else [collective]
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
         if opts is not None:
             what = "all_gather_into_tensor"
             self.check_whole(what, "output", output, "input", tensor)
-            course = self._native.all_gather(output, tensor)
-            if course is not None:
-                return self.lane.begin(what, [output], course, output.nbytes, opts.asyncOp)
+            collective = self._native.all_gather(output, tensor)
+            if collective is not None:
+                return self.queue.begin(what, [output], collective, output.nbytes, opts.asyncOp)
         return super().all_gather_single(output, tensor, opts)
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
         if opts is not None:
             what = "reduce_scatter_tensor"
             self.check_whole(what, "input", tensor, "output", output)
-            course = self._native.reduce_scatter(output, tensor, opts.reduceOp)
-            if course is not None:
-                return self.lane.begin(what, [output], course, output.nbytes, opts.asyncOp)
+            collective = self._native.reduce_scatter(output, tensor, opts.reduceOp)
+            if collective is not None:
+                return self.queue.begin(what, [output], collective, output.nbytes, opts.asyncOp)
         return super().reduce_scatter_single(output, tensor, opts)
 
     # --- messages
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> dist.Work:
         (tensor,) = tensors
-        self.lane.check_process()
+        self.queue.check_process()
         self.check_memory("send", tensor)
         work: dist.Work = self._gloo.send([tensor.detach().contiguous()], peer, tag)
         return work
@@ -120,7 +120,7 @@ class ShmGroup(CpuGroup):
 
     def _receive(self, tensors: Sequence[Tensor], begin: Callable[[Tensor], dist.Work]) -> dist.Work:
         (tensor,) = tensors
-        self.lane.check_process()
+        self.queue.check_process()
         self.check_memory("recv", tensor)
         target = tensor.data
         if target.is_contiguous():

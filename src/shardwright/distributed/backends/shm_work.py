@@ -38,7 +38,7 @@ class Awaited(Protocol):
         """Return whether it has arrived, after waiting for at most so long; may be called again."""
 
 
-class Course(Protocol):
+class PendingCollective(Protocol):
     """A collective under way."""
 
     @property
@@ -49,7 +49,7 @@ class Course(Protocol):
         """Continue the collective; returns whether it has ended, after waiting for others for at most so long."""
 
 
-class ByStep:
+class SteppedCollective:
     """A collective as steps, each of which ends with coming to a stage, or gives what is to be awaited from others."""
 
     one_stage = False
@@ -79,43 +79,45 @@ class ByStep:
 class ShmWork(CollectiveWork):
     """The handle of a collective that was called, as torch returns it."""
 
-    def __init__(self, what: str, outputs: Sequence[Tensor], course: Course, lane: Lane) -> None:
+    def __init__(
+        self, what: str, outputs: Sequence[Tensor], collective: PendingCollective, queue: CollectiveQueue
+    ) -> None:
         super().__init__(outputs)
-        self.what, self.course, self._lane = what, course, lane
+        self.what, self.collective, self._queue = what, collective, queue
         self.since_s = 0.0
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Raises what the collective raised, or `WorldError` after a timeout, which does not end the collective."""
-        if not self._done and not self._lane.finish(self, timeout.total_seconds() if timeout else None):
+        if not self._done and not self._queue.finish(self, timeout.total_seconds() if timeout else None):
             raise WorldError(f"{self.what} has not ended after {timeout}")
         return self.ended_well()
 
     def is_completed(self) -> bool:
-        return self._done or self._lane.finish(self, 0.0)
+        return self._done or self._queue.finish(self, 0.0)
 
-    def tell(self, future: torch.futures.Future[list[Tensor]]) -> None:
-        """Queue the future, to be completed when no thread holds `driving`: callbacks may call collectives."""
-        self._lane.told.append((self, future))
+    def deliver(self, future: torch.futures.Future[list[Tensor]]) -> None:
+        """Queue the future, to be completed when no thread holds the lock: callbacks may call collectives."""
+        self._queue.completed.append((self, future))
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         future = super().get_future()
         if not self._done:
-            self._lane.finish_aside(self)
+            self._queue.finish_on_thread(self)
         return future
 
 
-class Lane:
+class CollectiveQueue:
     """The collectives of one group on this rank."""
 
     def __init__(self, collectives: Collectives, processes: Sequence[Process], timeout_s: float) -> None:
         self.collectives, self._processes, self.timeout_s = collectives, processes, timeout_s
         self.pid = processes[collectives.rank].pid
         self.failed: WorldError | None = None
-        self.asked: deque[ShmWork] = deque()
+        self._pending: deque[ShmWork] = deque()
         """The collectives under way, the next one first."""
-        self.told: deque[tuple[ShmWork, torch.futures.Future[list[Tensor]]]] = deque()
-        """The collectives that have ended, each with a future that does not know of it yet."""
-        self.driving = threading.Lock()
+        self.completed: deque[tuple[ShmWork, torch.futures.Future[list[Tensor]]]] = deque()
+        """The collectives that have ended, each with a future that is still to be completed."""
+        self._running = threading.Lock()
         """Held by the thread that runs the pending collectives."""
         self._queue: queue.SimpleQueue[ShmWork | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -133,42 +135,44 @@ class Lane:
                 "collectives there, or start this process by the method 'spawn' and let it join a group of its own"
             )
 
-    def begin(self, what: str, outputs: Sequence[Tensor], course: Course, nbytes: int, asynchronous: bool) -> ShmWork:
+    def begin(
+        self, what: str, outputs: Sequence[Tensor], collective: PendingCollective, nbytes: int, asynchronous: bool
+    ) -> ShmWork:
         """Return a collective of ``nbytes`` in all, under way; unless ``asynchronous`` its caller waits at once."""
         self.check_process()
-        work = ShmWork(what, outputs, course, self)
-        self.asked.append(work)
+        work = ShmWork(what, outputs, collective, self)
+        self._pending.append(work)
         if asynchronous:
-            is_small = nbytes <= DATA_BYTES  # else it is begun aside, not by who asks for it
+            is_small = nbytes <= DATA_BYTES  # else its first copy would hold up the caller
             if is_small:
                 self.finish(work, 0.0)
-            if not work.ended and not (is_small and course.one_stage):
-                self.finish_aside(work)
+            if not work.ended and not (is_small and collective.one_stage):
+                self.finish_on_thread(work)
         return work
 
     def finish(self, work: ShmWork, timeout_s: float | None) -> bool:
         """Return whether it and all collectives called before it have ended, after at most ``timeout_s`` if given."""
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
-        if self.driving.acquire(timeout=-1 if timeout_s is None else timeout_s):
+        if self._running.acquire(timeout=-1 if timeout_s is None else timeout_s):
             try:
                 self._drive(work, end_s)
             finally:
-                self.driving.release()
-                self._tell()
+                self._running.release()
+                self._deliver()
         return work.ended
 
-    def _tell(self) -> None:
+    def _deliver(self) -> None:
         with suppress(IndexError):  # at its end, or where another thread was quicker
-            while self.told:
-                work, future = self.told.popleft()
+            while self.completed:
+                work, future = self.completed.popleft()
                 work.complete(future)
 
     def _drive(self, last: ShmWork, end_s: float | None) -> None:
         while not last.ended:
-            work = self.asked[0]
+            work = self._pending[0]
             if not self._advance(work, end_s):
                 return
-            self.asked.popleft()
+            self._pending.popleft()
 
     def _advance(self, work: ShmWork, end_s: float | None) -> bool:
         """Return whether it has ended; an error ends it, too, and is raised in `ShmWork.wait`."""
@@ -176,7 +180,7 @@ class Lane:
         try:
             if self.failed is not None:
                 raise self.failed
-            while not work.course.advance(_LOOK_S if end_s is None else self._slice(end_s)):
+            while not work.collective.advance(_LOOK_S if end_s is None else self._slice(end_s)):
                 if time.monotonic() - work.since_s > _LOOK_S:
                     self._look(work)
                 if end_s is not None and time.monotonic() >= end_s:
@@ -241,8 +245,8 @@ class Lane:
         self.failed = reason
         self.collectives.memory.leave(str(reason))
 
-    def finish_aside(self, work: ShmWork) -> None:
-        """On the thread of the group. Where that itself asks, in what is called back there, at once."""
+    def finish_on_thread(self, work: ShmWork) -> None:
+        """Finish it on the group's thread; at once if a callback on that thread requests it."""
         if threading.current_thread() is self._thread:
             self.finish(work, None)
             return

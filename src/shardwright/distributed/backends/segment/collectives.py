@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwright.distributed.backends.segment.flats import ByRows, cut, flat_of, flats_of, gathering
+from shardwright.distributed.backends.segment.flats import cut, flat_of, flats_of, gathering
 from shardwright.distributed.backends.segment.memory import DATA_BYTES, HEAD_BYTES, SMALL_BYTES, Memory
 from shardwright.distributed.backends.segment.native import Rendezvous
 from shardwright.distributed.backends.segment.notes import Note, unlike
@@ -29,7 +29,7 @@ _EACH_BY_ITSELF = 3
 _VIEWS = 1024  # of slots, which are kept: a step comes to the same sizes again and again
 
 
-class Collectives(ByRows):
+class Collectives:
     """Those of one group; ``names`` are its members as its users number them."""
 
     def __init__(self, memory: Memory, rendezvous: Rendezvous, names: Sequence[int], backend: str) -> None:
@@ -155,7 +155,20 @@ class Collectives(ByRows):
 
     # --- gathering
 
+    def all_gather(self, output: Tensor, tensor: Tensor) -> Steps:
+        """``output`` has the elements of ``tensor`` from every rank, in the order of the ranks."""
+        flat, finish = flat_of(output)
+        yield from self._all_gather(flat.view(self.size, tensor.numel()).unbind(), tensor)
+        finish()
+
+    def all_gather_list(self, outputs: Sequence[Tensor], tensor: Tensor) -> Steps:
+        """The tensors of all ranks, which may differ in size."""
+        rows, finish = flats_of(outputs)
+        yield from self._all_gather(rows, tensor)
+        finish()
+
     def _all_gather(self, rows: Sequence[Tensor], tensor: Tensor) -> Steps:
+        """Gather the elements of the ranks' tensors into the rows, one for each rank; they may differ in length."""
         flat, _ = flat_of(tensor)
         kind, like, sizes = gathering(rows, flat)
         note = self.note(kind, like)
@@ -169,6 +182,15 @@ class Collectives(ByRows):
                 part.copy_(self._of(rank, part))
 
     # --- a part for each
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, reduction: Reduction) -> Steps:
+        """``tensor`` has one part for every rank; this rank's, reduced over the ranks, goes to ``output``."""
+        flat, _ = flat_of(tensor)
+        return self._reduce_scatter(output, flat.view(self.size, output.numel()).unbind(), reduction)
+
+    def reduce_scatter_list(self, output: Tensor, tensors: Sequence[Tensor], reduction: Reduction) -> Steps:
+        """One tensor for every rank; they may differ in size."""
+        return self._reduce_scatter(output, flats_of(tensors)[0], reduction)
 
     def _reduce_scatter(self, output: Tensor, rows: Sequence[Tensor], reduction: Reduction) -> Steps:
         """Of each part as much at a time as all parts have room for in a slot."""

@@ -1,53 +1,14 @@
-"""Flattens tensors of any strides to rows of elements, and derives list collectives from those on rows."""
+"""Flattens tensors of any shapes and strides to rows of elements."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwright.distributed.backends.segment.reduction import Reduction
-
 _WITH_ADDRESSES = (Tensor, torch.nn.Parameter)  # of their numbers; a subclass may keep its numbers in other tensors
-
-
-class ByRows(ABC):
-    """Gathers and scatters tensors as rows, one for each of ``size`` ranks, which may differ in length."""
-
-    size: int
-
-    @abstractmethod
-    def _all_gather(self, rows: Sequence[Tensor], tensor: Tensor) -> Iterator[Any]:
-        """The elements of the ranks' tensors into the rows."""
-
-    @abstractmethod
-    def _reduce_scatter(self, output: Tensor, rows: Sequence[Tensor], reduction: Reduction) -> Iterator[Any]:
-        """This rank's row, reduced over the ranks, into ``output``."""
-
-    def all_gather(self, output: Tensor, tensor: Tensor) -> Iterator[Any]:
-        """``output`` has the elements of ``tensor`` from every rank, in the order of the ranks."""
-        flat, finish = flat_of(output)
-        yield from self._all_gather(flat.view(self.size, tensor.numel()).unbind(), tensor)
-        finish()
-
-    def all_gather_list(self, outputs: Sequence[Tensor], tensor: Tensor) -> Iterator[Any]:
-        """The tensors of all ranks, which may differ in size."""
-        rows, finish = flats_of(outputs)
-        yield from self._all_gather(rows, tensor)
-        finish()
-
-    def reduce_scatter(self, output: Tensor, tensor: Tensor, reduction: Reduction) -> Iterator[Any]:
-        """``tensor`` has one part for every rank; this rank's, reduced over the ranks, goes to ``output``."""
-        flat, _ = flat_of(tensor)
-        return self._reduce_scatter(output, flat.view(self.size, output.numel()).unbind(), reduction)
-
-    def reduce_scatter_list(self, output: Tensor, tensors: Sequence[Tensor], reduction: Reduction) -> Iterator[Any]:
-        """One tensor for every rank; they may differ in size."""
-        return self._reduce_scatter(output, flats_of(tensors)[0], reduction)
 
 
 def gathering(rows: Sequence[Tensor], flat: Tensor) -> tuple[str, Tensor, list[int]]:
