@@ -47,15 +47,6 @@ def run_on(ranks, tmp_path, *arguments):
 
 
 @pytest.mark.slow
-def test_the_sum_is_the_mean_with_the_rate_times_the_ranks(digits, tmp_path):
-    arguments = ["--data", digits, "--dtype", "float64", "--steps", "40", "--log-every", "1"]
-    mean = run_on(2, tmp_path, *arguments, "--lr", "0.02")[1]
-    total = run_on(2, tmp_path, *arguments, "--lr", "0.01", "--gradients", "sum")[1]
-    assert len(mean) == 40
-    assert all(abs(a - b) < 1e-12 for a, b in zip(mean, total, strict=True))
-
-
-@pytest.mark.slow
 def test_the_accuracy_reaches_95_percent(digits, tmp_path):
     output, _ = run_on(4, tmp_path, "--data", digits)
     assert float(re.search(r"test accuracy: ([\d.]+) % \(\d+ of 360\)", output)[1]) >= 95

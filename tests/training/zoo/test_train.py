@@ -112,30 +112,6 @@ def test_what_a_configuration_can_ask_for_works_together(tmp_path):
     assert manifest.info["step"] == 4
 
 
-def resumed(folders, output):
-    """Losses of runs of four steps, and of the same from their second step on."""
-    found = {}
-    for name in ("mnist_mlp", "gpt_char"):
-        overrides = [*SHORT, *(o.format(**folders) for o in SMALL[name]), "train.steps=4"]
-        saving = ["train.checkpoint_every_steps=2", "train.checkpoint_latest_k=null", "train.ema_decay=0.5"]
-        _, whole, ended = run(name, [*overrides, *saving], f"{output}/{name}")
-        again = f"train.resume={output}/{name}/checkpoints/step-00000002"
-        text, rest, at_end = run(name, [*overrides, *saving, again], f"{output}/{name} again")
-        found[name] = whole, rest, ended.loss, at_end.loss, text
-    return found
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.slow
-def test_shipped_configurations_go_on_from_the_middle_of_an_epoch(folders, tmp_path):
-    for whole, rest, ended, at_end, text in run_ranks(2, resumed, folders, str(tmp_path), timeout=250)[0].values():
-        assert len(whole) == 4
-        assert rest == whole[2:]
-        assert at_end == ended
-        assert "epoch: 1 step: 3, loss is" in text
-        assert "epoch: 1 step: 2, loss is" not in text
-
-
 RANDOM = """
 data: {type: random, samples: 24, test_samples: 11, shape: [3, 8, 8], batch_size: 8}
 model: {name: perceptron, hidden: [8]}
