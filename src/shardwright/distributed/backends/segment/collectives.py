@@ -15,17 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwright.distributed.backends.segment.flats import cut, flat_of, flats_of, gathering
-from shardwright.distributed.backends.segment.memory import DATA_BYTES, HEAD_BYTES, SMALL_BYTES, Memory
+from shardwright.distributed.backends.segment.flats import flat_of, flats_of, gathering
+from shardwright.distributed.backends.segment.memory import DATA_BYTES, HEAD_BYTES, Memory
 from shardwright.distributed.backends.segment.native import Rendezvous
 from shardwright.distributed.backends.segment.notes import Note, unlike
 from shardwright.distributed.backends.segment.reduction import Reduction
 from shardwright.errors import WorldError
 
 Steps = Iterator[None]
-# As many ranks read all parts of all of a tensor; more of them share the work, each with a slice of its own.
-_EACH_BY_ITSELF = 3
-
 _VIEWS = 1024  # of slots, which are kept: a step comes to the same sizes again and again
 
 
@@ -100,11 +97,7 @@ class Collectives:
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Steps:
         flat, finish = flat_of(tensor)
-        note = self.note("all_reduce", flat, reduction.name)
-        if self.size <= _EACH_BY_ITSELF or flat.nbytes * self.size <= SMALL_BYTES:
-            yield from self._reduce_each(note, flat, reduction, True)
-        else:
-            yield from self._reduce_slices(note, flat, reduction)
+        yield from self._reduce_each(self.note("all_reduce", flat, reduction.name), flat, reduction, True)
         finish()
 
     def reduce(self, tensor: Tensor, root: int, reduction: Reduction) -> Steps:
@@ -122,24 +115,6 @@ class Collectives:
             yield from self.come(None if start else note)
             if wanted:
                 reduction.total(self._of_all(chunk), chunk)
-
-    def _reduce_slices(self, note: Note, flat: Tensor, reduction: Reduction) -> Steps:
-        """Each rank reduces a slice of each chunk; it goes to the others with the next chunk."""
-        room = DATA_BYTES * self.size // (self.size + 1) // 64 * 64 - 64 * self.size
-        chunks = [chunk for _, chunk in _chunks(flat, room)]
-        for number in range(len(chunks) + 1):
-            chunk = chunks[number] if number < len(chunks) else None
-            if chunk is not None:
-                self._mine(chunk).copy_(chunk)
-            yield from self.come(None if number else note)
-            if number:
-                for rank, part in enumerate(cut(chunks[number - 1], self.size)):
-                    part.copy_(self._of(rank, part, room))
-            if chunk is not None:
-                slices = cut(chunk, self.size)
-                start = sum(part.nbytes for part in slices[: self.rank])
-                mine = slices[self.rank]
-                reduction.total(self._of_all(mine, start), self._mine(mine, room))
 
     def broadcast(self, tensor: Tensor, root: int) -> Steps:
         flat, finish = flat_of(tensor)

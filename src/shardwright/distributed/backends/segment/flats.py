@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -17,12 +16,6 @@ def gathering(rows: Sequence[Tensor], flat: Tensor) -> tuple[str, Tensor, list[i
     if len(set(sizes)) == 1:
         return "all_gather", flat, []
     return "all_gather of several sizes", flat[:0], sizes
-
-
-def cut(flat: Tensor, parts: int) -> list[Tensor]:
-    """As even as can be."""
-    bounds = [flat.numel() * part // parts for part in range(parts + 1)]
-    return [flat[start:end] for start, end in pairwise(bounds)]
 
 
 def is_plain(tensor: Tensor) -> bool:
