@@ -49,7 +49,6 @@ FILES = sorted(package.FOLDER.rglob("*.py"))
 ELSEWHERE = {"runtime/programs/plan_cache.py"}
 # Caches that are dictionaries, by the names of attributes and variables: beside each stands "Cached", too.
 DICTIONARIES = {
-    "distributed/backends/segment/collectives.py": ("_view",),
     "checkpoint/api.py": ("_running",),
     "compiler/mesh/dtensor.py": ("_made",),
     "compiler/mesh/groups.py": ("_made", "_of_worlds"),

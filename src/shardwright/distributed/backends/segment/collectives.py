@@ -8,7 +8,6 @@ will do. Tensors that are larger than a slot go through it chunk by chunk.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,6 @@ from shardwright.distributed.backends.segment.reduction import Reduction
 from shardwright.errors import WorldError
 
 Steps = Iterator[None]
-_VIEWS = 1024  # of slots, which are kept: a step comes to the same sizes again and again
 
 
 class Collectives:
@@ -33,8 +31,6 @@ class Collectives:
         self.memory, self.rendezvous, self.names, self.backend = memory, rendezvous, tuple(names), backend
         self.rank, self.size = memory.rank, memory.size
         self.number = 0  # of collectives that have begun
-        # Cached by where in the memory of this group, which stays the same, it begins, its dtype and its length.
-        self._view = lru_cache(_VIEWS)(self._make_view)
 
     def reduction(self, reduce_op: Any, tensor: Tensor) -> Reduction:
         return Reduction.of(self.backend, reduce_op, tensor.dtype, self.size)
@@ -54,7 +50,7 @@ class Collectives:
         """Return what ``rank`` has written for this stage, as long as ``like``."""
         return self._view(rank, self.rendezvous.stage & 1, like.dtype, like.nbytes, start)
 
-    def _make_view(self, rank: int, parity: int, dtype: torch.dtype, nbytes: int, start: int) -> Tensor:
+    def _view(self, rank: int, parity: int, dtype: torch.dtype, nbytes: int, start: int) -> Tensor:
         return self.memory.data(rank, parity).narrow(0, start, nbytes).view(dtype)
 
     def _of_all(self, like: Tensor, start: int = 0) -> list[Tensor]:
