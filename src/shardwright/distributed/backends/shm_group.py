@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -16,9 +18,14 @@ from shardwright.distributed.backends.group import CpuGroup, Steps, Task
 from shardwright.distributed.backends.segment.collectives import Collectives
 from shardwright.distributed.backends.segment.memory import Memory, Process
 from shardwright.distributed.backends.segment.native import Group, Native, Rendezvous
-from shardwright.distributed.backends.segment.reducing import NativeCollectives
+from shardwright.distributed.backends.segment.reducing import DONE, NativeCollectives, RepeatedCollective
 from shardwright.distributed.backends.segment.reduction import Reduction
 from shardwright.distributed.backends.shm_work import CollectiveQueue, ShmWork, SteppedCollective
+
+_Options = dist.AllreduceOptions
+_SOON_NS = 5_000_000  # within which the ranks of a host mostly come to a collective
+_MOST_SUMS = 16  # that are remembered: batches may have ever new sizes
+_SUM: Any = dist.ReduceOp.SUM  # with which torch compares operations, and does not say so
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,8 @@ class ShmGroup(CpuGroup):
         super().__init__(table.SHM, collectives)
         self.queue = CollectiveQueue(collectives, members.processes, timeout.total_seconds())
         self._native = NativeCollectives(collectives, members.library, members.group())
+        # Cached by all that a sum is made of beside this group; others are made in their place where there are many.
+        self._sums: dict[tuple[type, torch.device, torch.dtype, int], RepeatedCollective] = {}
         self._gloo: Any = gloo  # whose methods are in no list of torch's
         add_gloo_inside(self, gloo)
         self._closed = False
@@ -68,12 +77,46 @@ class ShmGroup(CpuGroup):
         collective = SteppedCollective(task, self.queue.collectives)
         return self.queue.begin(what, outputs, collective, sum(tensor.nbytes for tensor in outputs), asynchronous)
 
-    def allreduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None) -> dist.Work:  # type: ignore[override]
-        """Reduce as torch asks for it; one tensor by native code, where that reduces its kind."""
-        if not isinstance(opts, dist.AllreduceOptions) or len(tensors) != 1:
+    def allreduce(  # type: ignore[override]
+        self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None
+    ) -> dist.Work | None:
+        """Reduce as torch asks for it; None where it has ended.
+
+        A sum for which the caller waits is begun by native code and little else, which mostly ends it: others come
+        soon, and a small one takes less than what Python goes through for a collective.
+        """
+        if not isinstance(opts, _Options) or len(tensors) != 1:
             return super().allreduce(tensors, opts, op, timeout)
-        [tensor] = tensors
+        [tensor], queue, collectives = tensors, self.queue, self._native.collectives
+        rendezvous = collectives.rendezvous
+        waited = not opts.asyncOp and opts.reduceOp == _SUM
+        known = self._sums.get((type(tensor), tensor.device, tensor.dtype, tensor.numel())) if waited else None
+        free = known is not None and not queue.pending and queue.failed is None and os.getpid() == queue.pid
+        plain = free and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+        if known is None or not plain or not queue.running.acquire(blocking=False):
+            return self._allreduce(tensor, opts, waited)
+        try:
+            at = tensor.data_ptr()
+            collectives.number += 1
+            known.answer = known.begin(collectives.number & 0xFFFFFFFF, at, at, rendezvous.stage, _SOON_NS)
+            rendezvous.stage = known.call.stage
+            if known.answer == DONE:
+                return None
+            work = ShmWork("all_reduce", tensors, known, queue)
+            queue.pending.append(work)
+            return work
+        finally:
+            queue.running.release()
+
+    def _allreduce(self, tensor: Tensor, opts: Any, waited: bool) -> dist.Work:
+        """Reduce one tensor, as any collective; such a sum is known from then on, if it is ``waited`` for."""
+        self.queue.check_process()
         self.check_memory("all_reduce", tensor)
+        if waited:
+            if len(self._sums) == _MOST_SUMS:
+                self._sums.clear()
+            if (known := self._native.repeated(tensor)) is not None:
+                self._sums[type(tensor), tensor.device, tensor.dtype, tensor.numel()] = known
         collective = self._native.all_reduce(tensor, opts.reduceOp)
         if collective is None:
             return super().allreduce([tensor], opts)

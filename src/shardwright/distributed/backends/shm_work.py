@@ -113,11 +113,11 @@ class CollectiveQueue:
         self.collectives, self._processes, self.timeout_s = collectives, processes, timeout_s
         self.pid = processes[collectives.rank].pid
         self.failed: WorldError | None = None
-        self._pending: deque[ShmWork] = deque()
+        self.pending: deque[ShmWork] = deque()
         """The collectives under way, the next one first."""
         self.completed: deque[tuple[ShmWork, torch.futures.Future[list[Tensor]]]] = deque()
         """The collectives that have ended, each with a future that is still to be completed."""
-        self._running = threading.Lock()
+        self.running = threading.Lock()
         """Held by the thread that runs the pending collectives."""
         self._queue: queue.SimpleQueue[ShmWork | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -141,7 +141,7 @@ class CollectiveQueue:
         """Return a collective of ``nbytes`` in all, under way; unless ``asynchronous`` its caller waits at once."""
         self.check_process()
         work = ShmWork(what, outputs, collective, self)
-        self._pending.append(work)
+        self.pending.append(work)
         if asynchronous:
             is_small = nbytes <= DATA_BYTES  # else its first copy would hold up the caller
             if is_small:
@@ -153,11 +153,11 @@ class CollectiveQueue:
     def finish(self, work: ShmWork, timeout_s: float | None) -> bool:
         """Return whether it and all collectives called before it have ended, after at most ``timeout_s`` if given."""
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
-        if self._running.acquire(timeout=-1 if timeout_s is None else timeout_s):
+        if self.running.acquire(timeout=-1 if timeout_s is None else timeout_s):
             try:
                 self._drive(work, end_s)
             finally:
-                self._running.release()
+                self.running.release()
                 self._deliver()
         return work.ended
 
@@ -169,10 +169,10 @@ class CollectiveQueue:
 
     def _drive(self, last: ShmWork, end_s: float | None) -> None:
         while not last.ended:
-            work = self._pending[0]
+            work = self.pending[0]
             if not self._advance(work, end_s):
                 return
-            self._pending.popleft()
+            self.pending.popleft()
 
     def _advance(self, work: ShmWork, end_s: float | None) -> bool:
         """Return whether it has ended; an error ends it, too, and is raised in `ShmWork.wait`."""

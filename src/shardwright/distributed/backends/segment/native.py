@@ -48,7 +48,7 @@ class Group(ctypes.Structure):
 
 
 class CollectiveCall(ctypes.Structure):
-    """The arguments of native.c for a collective, and how far it has come."""
+    """The arguments of native.c for a collective, and its progress."""
 
     _fields_ = (
         ("head", ctypes.c_char_p), ("note_bytes", ctypes.c_int64), ("own", ctypes.c_void_p), ("data", ctypes.c_void_p),
@@ -71,6 +71,11 @@ class Native:
         self.wait.argtypes = (group, ctypes.c_uint32, ctypes.c_int64)
         self.collective = library.shardwright_collective
         self.collective.argtypes = (group, ctypes.POINTER(CollectiveCall), ctypes.c_int64)
+        self.again = library.shardwright_again
+        self.again.argtypes = (
+            group, ctypes.POINTER(CollectiveCall), ctypes.c_uint32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint32,
+            ctypes.c_int64,
+        )  # fmt: skip
 
 
 def built() -> Path | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import struct
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,9 +25,11 @@ from shardwright.distributed.backends.segment.native import (
 )
 from shardwright.distributed.backends.segment.notes import Note
 
-_WAITING, _DIFFER = 0, 2  # what native code answers
+_WAITING, DONE, _DIFFER = 0, 1, 2  # what native code answers
 _NUMBER = struct.Struct("<I")  # with which a head begins
 _OPERATIONS = {kind: kind.name for kind in dist.ReduceOp.RedOpType.__members__.values()}
+_SUM = dist.ReduceOp.RedOpType.__members__["SUM"]
+_MOST_KINDS = 1024  # that are remembered: batches of ever new sizes may have any number of them
 
 
 class _Kind(NamedTuple):
@@ -54,6 +58,11 @@ class NativeCollectives:
         flat = _plain_of(tensor)  # steps in Python would not meet the native code of ranks whose tensors are plain
         return NativeCollective(self, kind, flat, flat, tensor)
 
+    def repeated(self, tensor: Tensor) -> RepeatedCollective | None:
+        """Return a sum that can be repeated for tensors like this one; None for what native code does not sum."""
+        kind = _reducing(tensor.dtype, tensor.numel(), _SUM, self.collectives.size) if is_plain(tensor) else None
+        return None if kind is None else RepeatedCollective(self, kind)
+
     def all_gather(self, output: Tensor, tensor: Tensor) -> NativeCollective | None:
         """The next one; None for what does not lie as it is to be read: steps in Python meet it."""
         if not (is_plain(output) and is_plain(tensor)):
@@ -75,8 +84,12 @@ def _plain_of(tensor: Tensor) -> Tensor:
     )
 
 
+@lru_cache(_MOST_KINDS)
 def _reducing(dtype: torch.dtype, numel: int, operation: Any, size: int) -> _Kind | None:
-    """Return what sums of such tensors have in common; None where native code does not sum them."""
+    """Return what sums of such tensors have in common; None where native code does not sum them.
+
+    Cached by all that it is made of: a dtype, whole numbers, and a kind of operation that carries no factor.
+    """
     name = _OPERATIONS[operation]
     if not reduces(dtype, name):
         return None
@@ -84,8 +97,12 @@ def _reducing(dtype: torch.dtype, numel: int, operation: Any, size: int) -> _Kin
     return _Kind(head, numel, TYPES[dtype], OPERATIONS[name], numel * dtype.itemsize * size <= SMALL_BYTES)
 
 
+@lru_cache(_MOST_KINDS)
 def _scattering(dtype: torch.dtype, numel: int, operation: Any, size: int) -> _Kind | None:
-    """Return what reduce-scatters of such tensors have in common; None where native code does not sum them."""
+    """Return what reduce-scatters of such tensors have in common; None where native code does not sum them.
+
+    Cached by all that it is made of, as `_reducing`.
+    """
     name = _OPERATIONS[operation]
     if not reduces(dtype, name):
         return None
@@ -94,8 +111,12 @@ def _scattering(dtype: torch.dtype, numel: int, operation: Any, size: int) -> _K
     return _Kind(note, numel, TYPES[dtype], OPERATIONS[name], one_stage, scatters=True)
 
 
+@lru_cache(_MOST_KINDS)
 def _gathering(dtype: torch.dtype, numel: int) -> _Kind:
-    """Return what gathers of such tensors have in common."""
+    """Return what gathers of such tensors have in common.
+
+    Cached by all that it is made of, a dtype and a whole number.
+    """
     operation, code = GATHERED
     nbytes = numel * dtype.itemsize
     head = Note(0, "all_gather", dtype, numel).head()[_NUMBER.size :]
@@ -143,3 +164,30 @@ class NativeCollective:
         call.own, call.data = own.data_ptr(), into.data_ptr()
         call.step, call.waits, call.stage = 0, 0, stage
         self._begun = True
+
+
+class RepeatedCollective:
+    """One of one tensor of a dtype and a size, which is begun again and again."""
+
+    def __init__(self, native: NativeCollectives, kind: _Kind) -> None:
+        self.one_stage = kind.one_stage
+        self._collectives = native.collectives
+        self._go_on, self._group = native.native.collective, ctypes.byref(native.group)
+        self._head = ctypes.create_string_buffer(_NUMBER.pack(0) + kind.head, _NUMBER.size + len(kind.head))
+        self.call = CollectiveCall(
+            head=ctypes.cast(self._head, ctypes.c_char_p), note_bytes=len(self._head), count=kind.elements,
+            type=kind.type_code, operation=kind.operation_code,
+        )  # fmt: skip
+        self._by_reference = ctypes.byref(self.call)
+        self.answer = _WAITING
+        self.begin = partial(native.native.again, self._group, self._by_reference)
+        """Called with its number, the addresses of what this rank gives and of the result, the stage of this rank and
+        for how many nanoseconds others are waited for. Returns the ``answer``; ``call`` has the new stage then."""
+
+    def advance(self, timeout_s: float) -> bool:
+        if self.answer == _WAITING:
+            self.answer = self._go_on(self._group, self._by_reference, int(timeout_s * 1e9))
+            self._collectives.rendezvous.stage = self.call.stage
+        if self.answer == _DIFFER:
+            self._collectives.compare(self._head.raw)
+        return bool(self.answer != _WAITING)
