@@ -16,7 +16,7 @@ from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.lower.check import check
 from shardwright.compiler.lower.liveness import peak_of
 from shardwright.compiler.lower.lower import lower
-from shardwright.compiler.mesh.collectives import LateSum
+from shardwright.compiler.mesh.collectives import LateSum, all_gather, reduced_late
 from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.mesh.simulate import SimulatedCommunicator, simulate
@@ -319,6 +319,21 @@ def test_a_gradient_that_is_not_waited_for_is_found(monkeypatch):
     monkeypatch.setattr(LateSum, "wait", lambda self, gradients: gradients)
     with pytest.raises(WorldError, match=r"reduce_scatter over fsdp of .* was begun, and not waited for"):
         executed(sharded(model, batch, 2), model, batch, lambda loss, parameters: loss.backward())
+
+
+def test_what_is_gathered_over_one_axis_after_another_is_summed_over_both():
+    """The gradient that the second gather sums is not the one that is waited for late."""
+
+    def one(comm):
+        leaf = torch.zeros(2, requires_grad=True)
+        (late,) = reduced_late(leaf)
+        half = all_gather(late, comm, dim=0, axes=("a",), size=4, adjoint="reduce_scatter")
+        whole = all_gather(half, comm, dim=0, axes=("b",), size=8, adjoint="reduce_scatter")
+        (whole * torch.arange(8.0) * (comm.rank + 1)).sum().backward()
+        return leaf.grad
+
+    found = simulate(Mesh.of(a=2, b=2), one)
+    assert torch.equal(torch.cat([found[rank] for rank in (0, 2, 1, 3)]), 10 * torch.arange(8.0))
 
 
 def changed(program, kind, change):

@@ -295,19 +295,19 @@ class ReducedLate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, late: LateSum, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.late = late
+        ctx.waited_for = late  # not as gathers call theirs, whose results other gathers read
         ctx.set_materialize_grads(False)
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, *ctx.late.wait(gradients)
+        return None, *ctx.waited_for.wait(gradients)
 
 
 def late_sum_of(tensor: Tensor) -> LateSum | None:
     """Return where the sum of the gradient of a tensor is waited for; None where it is at once."""
-    found: LateSum | None = getattr(tensor.grad_fn, "late", None)
+    found: LateSum | None = getattr(tensor.grad_fn, "waited_for", None)
     return found
 
 
