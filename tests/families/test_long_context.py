@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 import transformers
-from torch import nn
+from exact_models import WIDTH, WORDS, llama
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -25,24 +25,6 @@ from shardwright.compiler.plan.pricing.hardware import shipped
 from shardwright.compiler.plan.pricing.links import Curve, Segment
 from shardwright.compiler.plan.request import PlanRequest
 from whole import plain, run, same, splitting_hardware
-
-WIDTH, WORDS = 8, 32  # of a head, and of the vocabulary
-
-
-def llama(heads, keys, length):
-    """A Llama in float64 throughout: its own norms would compute in float32, and so would its own loss."""
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=WORDS, hidden_size=WIDTH * heads, intermediate_size=16 * heads, num_hidden_layers=2,
-        num_attention_heads=heads, num_key_value_heads=keys, max_position_embeddings=length,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config).double().train()
-    for name, norm in list(model.named_modules()):
-        if name.endswith("norm"):
-            parent, _, last = name.rpartition(".")
-            exact = nn.RMSNorm(WIDTH * heads, eps=norm.variance_epsilon, dtype=torch.float64)
-            setattr(model.get_submodule(parent), last, exact)
-    return model
 
 
 def batch_of(length, seed=0):
@@ -135,6 +117,29 @@ def test_a_llama_in_a_ring_is_that_of_one_device(sizes, monkeypatch):
     assert max(watched) <= length * WIDTH < length * heads * WIDTH < length * length
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_llama_with_padding_in_a_ring_is_that_of_one_device(ranks, monkeypatch):
+    """A mask of the queries here, and of all keys, is all that there is of it."""
+    length = 12
+    ids, labels = torch.randint(0, WORDS, (2, 3, length), generator=torch.Generator().manual_seed(0))
+    seen = (torch.arange(length) < torch.tensor([[length], [5], [9]])).long()
+    batch = ids, labels.masked_fill(seen == 0, -100), seen
+
+    def padded(model, batch):
+        ids, labels, seen = batch
+        return F.cross_entropy(model(input_ids=ids, attention_mask=seen).logits.flatten(0, 1), labels.flatten())
+
+    model = llama(3, 3, length)
+    captured = captured_step(model, padded, batch, {})
+    plan = in_a_ring(monkeypatch, captured, PlanRequest(Mesh.of(d=ranks), hardware=linked_hardware()))
+    attention = [node for node in captured.nodes if ATTENTION.of(node.op)]
+    assert [plan.target(node, i).layout.slices(plan.mesh)[2:] for node in attention for i in (1, 3)] == [
+        (ranks, 1), (ranks, 1)
+    ] * len(attention)  # fmt: skip
+    assert [p for p in plan.collectives() if p.collective.kind == "shift"]
+    same(gradients(run(plan, model, batch)), gradients(plain(model, padded, batch)))
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_heads_that_divide_are_exchanged_for_the_sequence(ranks, monkeypatch):
     """Where all else is split along the sequence, attention by heads takes all-to-alls, and nothing else."""
@@ -191,7 +196,7 @@ def test_a_ring_may_begin_anew_in_the_backward(monkeypatch):
     plan = in_a_ring(monkeypatch, captured, request)
     shifted = [p.direction for p in plan.collectives() if p.collective.kind == "shift"]
     assert (shifted.count("forward"), shifted.count("backward")) == (2 * 2, 2 * (2 + 5))
-    assert lower(plan, 0).source.count("kernels.ring_attention(") == 4
+    assert lower(plan, 0).source.count("kernels.balanced_ring_attention(") == 4
     same(gradients(run(plan, model, batch)), gradients(plain(model, loss_fn, batch)))
 
 

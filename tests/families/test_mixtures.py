@@ -1,18 +1,13 @@
 """Mixtures of experts of transformers with experts on different devices are those of one device."""
 
 import copy
-import inspect
-import sys
-import textwrap
 from collections import Counter
-from dataclasses import replace
 from functools import partial
-from types import MethodType
 
 import pytest
 import torch
 import transformers
-from families import FAMILIES
+from exact_models import NAMED, mixture
 from torch.nn import functional as F
 
 import shardwright as sw
@@ -27,34 +22,12 @@ from shardwright.compiler.plan.request import PlanRequest
 from shardwright.errors import StrategyError
 from whole import plain, run, same
 
-NAMED = {family.name: family for family in FAMILIES}
 EXPERTS = "*.mlp.experts"
 
 
 def pins(tokens, experts, inner=1):
     """Pins that cut tokens, experts, and the inner dim of these, into so many parts."""
     return {EXPERTS: ((tokens, 1), (tokens, 1), (tokens, 1), (experts, 1, inner, 1), (experts, 1, inner))}
-
-
-def mixture(name, layers=1):
-    """A small model of few layers, in float64 throughout: as it is, norms and routers compute in float32."""
-    family = NAMED[name]
-    changed = {"num_hidden_layers": layers, "first_k_dense_replace": 0}
-    model = replace(family, config={**family.config, **changed}).model().double()
-    for module in model.modules():
-        if type(module).__name__.endswith(("RMSNorm", "Router")):
-            source = textwrap.dedent(inspect.getsource(type(module).forward))
-            for wide in ("torch.float32", "dtype=torch.float,", ".float()"):
-                source = source.replace(wide, wide.replace("float32", "float64").replace("float,", "float64,")
-                                        .replace(".float()", ".double()"))  # fmt: skip
-            scope = dict(vars(sys.modules[type(module).__module__]))
-            exec(source, scope)
-            module.forward = MethodType(scope["forward"], module)
-    model.config._experts_implementation = "eager"
-    with torch.no_grad():
-        loss_fn(model, batch_of())  # transformers installs hooks in the first call
-    model.config._experts_implementation = "grouped_mm"
-    return model
 
 
 def batch_of(seed=0, rows=4, length=6):

@@ -24,6 +24,7 @@ from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.mesh.simulate import simulate
 from shardwright.compiler.rules import row as row_module
 from shardwright.compiler.rules.notation import Operand, OpRule, Strategy
+from shardwright.compiler.rules.row import Operator
 from shardwright.compiler.rules.table import internal_collectives, row_of, rule_of
 
 KEY = 0x5EED
@@ -110,6 +111,12 @@ def shapes_of(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
     return [tuple(tensor.shape) for tensor in tensors]
 
 
+def operator_of(invocation: Invocation, results: Sequence[Tensor]) -> Operator:
+    """The invocation as the table of operators sees it."""
+    args, kwargs, tensors = bound(invocation)
+    return Operator(invocation.op, args, kwargs, tuple(shapes_of(tensors)), tuple(shapes_of(results)))
+
+
 def rule_for(invocation: Invocation) -> OpRule:
     """The rule bound to the shapes of an invocation."""
     args, kwargs, tensors = bound(invocation)
@@ -149,8 +156,8 @@ def check(invocation: Invocation, mesh: Mesh, strategy: Strategy, rule: OpRule |
         found = _gradients([results[j] for j in outputs], [locals_[i] for i in leaves], local_cotangents)
         return [result.detach() for result in results], found
 
-    operand_shapes, itemsize = shapes_of(tensors), tensors[0].dtype.itemsize if tensors else 1
-    forward, backward = internal_collectives(invocation.op, rule, strategy, mesh, operand_shapes, itemsize)
+    itemsize = tensors[0].dtype.itemsize if tensors else 1
+    forward, backward = internal_collectives(operator_of(invocation, wanted), rule, strategy, mesh, itemsize)
     if forward:
 
         def run_counted(comm: Any) -> tuple[list[Tensor], list[Tensor]]:

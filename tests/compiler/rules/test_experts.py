@@ -4,7 +4,7 @@ import pytest
 import torch
 from rule_cases import CASES, Draw, explore
 
-from rulecheck import Invocation, check, evaluate, rule_for, site_of, whole
+from rulecheck import Invocation, check, evaluate, operator_of, rule_for, site_of, whole
 from shardwright.compiler.lower.local import localise
 from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.mesh.mesh import Mesh
@@ -105,7 +105,7 @@ def test_each_row_is_sent_once_there_and_once_back():
     strategy = rule.strategy({"t": ["dp", "ep"], "e": ["ep", "tp"]})
     tensors = [arg for arg in made.args if isinstance(arg, torch.Tensor)]
     layouts = [rule.operand_layout(i, strategy) for i in range(5)]
-    forward, backward = internal_collectives(EXPERTS, rule, strategy, mesh, [x.shape for x in tensors], 8)
+    forward, backward = internal_collectives(operator_of(made, whole(made)), rule, strategy, mesh, 8)
 
     def run(comm):
         here = [x[y.local_slice(x.shape, mesh, comm.rank)].detach() for x, y in zip(tensors, layouts, strict=True)]

@@ -1,7 +1,9 @@
 """Attention over keys that are split along the sequence is attention over all of them, forward and backward."""
 
 import math
+import threading
 import warnings
+from collections import Counter
 
 import pytest
 import torch
@@ -10,12 +12,18 @@ from torch.nn import functional as F
 
 from rulecheck import Invocation, check, rule_for
 from shardwright.compiler.lower.operators import attention_parts
+from shardwright.compiler.lower.operators import ring_attention as ring_module
 from shardwright.compiler.lower.operators.attention_parts import parts_of
-from shardwright.compiler.lower.operators.ring_attention import causal_attention, ring_attention
+from shardwright.compiler.lower.operators.ring_attention import (
+    balanced_ring_attention,
+    causal_attention,
+    ring_attention,
+)
 from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.mesh.simulate import simulate
-from shardwright.compiler.rules.notation import parse
+from shardwright.compiler.rules.notation import Operand, parse
+from shardwright.compiler.rules.table import rule_of
 from shardwright.errors import StrategyError
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
@@ -62,8 +70,8 @@ def test_what_a_factor_may_be_split_along_with(text, message):
 
 
 def drawn(d):
-    """Heads as attention takes them: with dims before or without, few of keys, of other lengths and widths."""
-    e, f, length, keys = d.pick([1, 3, 8]), d.pick([None, None, 5]), d.pick(range(2, 9)), d.pick([None, None, 2, 5, 9])
+    """Heads as attention takes them: with dims before or without, few of keys, of other lengths and widths; masks."""
+    e, f, length, keys = d.pick([1, 3, 8]), d.pick([None, None, 5]), d.pick(range(2, 15)), d.pick([None, None, 2, 5, 9])
     keys, f = length if keys is None else keys, e if f is None else f
     form = d.pick(["plain", "grouped", "broadcast", "bare", "many"])
     before = {"plain": ((2, 3),) * 3, "grouped": ((2, 4), (2, 2), (2, 2)), "broadcast": ((2, 3), (1, 3), (3,)),
@@ -71,14 +79,31 @@ def drawn(d):
     shapes = zip(before, ((length, e), (keys, e), (keys, f)), strict=True)
     heads = [d.x(*leading, *rows) for leading, rows in shapes]
     options = {"enable_gqa": form == "grouped", "scale": d.pick([None, 0.3])}
-    return Invocation(ATTENTION, (*heads, None, 0.0, d.pick([False, True])), options)
+    mask = masked(d, before[0], length, keys) if d.pick([True, False]) else None
+    is_causal = mask is None and d.pick([False, True, True])
+    return Invocation(ATTENTION, (*heads, mask, d.pick([0.0, 0.0, 0.4]), is_causal), options)
+
+
+def masked(d, before, length, keys):
+    """A mask of as many dims as it likes, any of which may be 1: of bools, or of numbers that may have a gradient."""
+    whole = (*before, d.pick([length, 1]), d.pick([keys, keys, 1]))
+    leading = [size if d.pick([True, False]) else 1 for size in before[d.pick(range(len(before) + 1)) :]]
+    shape = (*leading, *whole[len(before) :])
+    seen = torch.rand(shape) < d.pick([0.3, 0.8])  # of some queries nothing
+    kind = d.pick(["seen", "hidden", "least", "numbers"])
+    if kind == "seen":
+        return seen
+    added = torch.randn(shape, dtype=torch.float64)
+    if kind != "numbers":
+        added = added.masked_fill(~seen, -math.inf if kind == "hidden" else torch.finfo(torch.float64).min)
+    return added.requires_grad_(kind == "numbers" and d.pick([True, False]))
 
 
 @pytest.mark.parametrize("examples", [40, pytest.param(400, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("blocks", [False, True], ids=["kernels", "blocks"])
 def test_a_ring_gives_what_one_device_gives(examples, blocks, monkeypatch):
     if blocks:  # as where torch has no kernels, and few scores fit into one
-        monkeypatch.setattr(attention_parts, "_way_of", lambda heads: attention_parts._Blocks())
+        monkeypatch.setattr(attention_parts, "_way_of", lambda heads, scores: attention_parts._Blocks())
         monkeypatch.setattr(attention_parts, "_MOST_CPU", 20)
 
     def body(d: Draw) -> None:
@@ -114,7 +139,7 @@ def test_the_rounding_is_that_of_one_device(dtype):
         parts = [t[:, :, mine] for t in (*whole, gradient)]
 
         def ring(q, k, v):
-            return ring_attention(q, k, v, True, None, True, rows[comm.rank], rows, comm, ("a",))
+            return balanced_ring_attention(q, k, v, None, True, rows, comm, ("a",))
 
         return attended(parts[:3], parts[3], ring)
 
@@ -143,7 +168,8 @@ def test_parts_are_what_queries_see_once(queries, keys, is_causal):
     assert torch.equal(seen, expected.tril() if is_causal else expected)
 
 
-def test_a_rank_holds_two_blocks_at_most_and_no_mask_of_all_keys(monkeypatch):
+@pytest.mark.parametrize("balanced", [False, True])
+def test_a_rank_holds_few_blocks_and_no_mask_of_all_keys(balanced):
     """No tensor that is made has as many numbers as all keys, or as scores of the queries here with them."""
     torch.manual_seed(0)
     length, width, ranks = 64, 4, 8
@@ -163,12 +189,15 @@ def test_a_rank_holds_two_blocks_at_most_and_no_mask_of_all_keys(monkeypatch):
     def run(comm):
         parts = [t[:, :, slice(*rows[comm.rank])].clone().requires_grad_() for t in heads]
         with Sizes():
-            made = ring_attention(*parts, True, None, False, rows[comm.rank], rows, comm, ("a",))
+            if balanced:
+                made = balanced_ring_attention(*parts, None, False, rows, comm, ("a",))
+            else:
+                made = ring_attention(*parts, None, True, None, False, rows[comm.rank], rows, comm, ("a",))
             made.sum().backward()
 
     simulate(Mesh.of(a=ranks), run)
-    block = 2 * (length // ranks) * width
-    assert Sizes.largest == block < length * width
+    block = (length // ranks) * width
+    assert Sizes.largest == (3 if balanced else 2) * block < length * width  # rows that are exchanged; or a block
     assert Sizes.largest < length // ranks * length
 
 
@@ -201,14 +230,39 @@ def test_kernels_that_give_something_else_are_not_used():
             assert isinstance(attention_parts._checked(way, *given), attention_parts._Blocks)
 
 
-def test_what_a_ring_cannot_do_is_not_offered():
-    """Dropout, masks and kernels that the step has chosen: keys stay whole, and a strategy that splits them is none."""
+def test_kernels_that_the_step_has_chosen_are_offered_no_ring():
     heads = x(2, 2, 4, 4), x(2, 2, 4, 4), x(2, 2, 4, 4)
-    for more in ((None, 0.1), (torch.ones(4, 4, dtype=torch.bool),)):
-        rule = rule_for(Invocation(ATTENTION, (*heads, *more)))
-        with pytest.raises(StrategyError, match="factor 's' may not be split"):
-            rule.strategy({"s": ["a"]})
-    assert rule_for(Invocation(ATTENTION, heads)).operand_layout(
-        1, rule_for(Invocation(ATTENTION, heads)).strategy({"s": ["a"]})
-    ) == Layout.split(4, {2: ["a"]})
-    assert math.isinf(attention_parts.nothing_attended(heads[0], heads[2])[1][0, 0, 0])
+    rule = rule_for(Invocation(ATTENTION, heads))
+    assert rule.operand_layout(1, rule.strategy({"s": ["a"]})) == Layout.split(4, {2: ["a"]})
+    operands, shapes = tuple(map(Operand, range(3))), [(2, 2, 4, 4)] * 3
+    chosen = rule_of(ATTENTION, operands, {"backends": ("MATH",)}, shapes, shapes[:1])
+    with pytest.raises(StrategyError, match="factor 's' may not be split"):
+        chosen.strategy({"s": ["a"]})
+
+
+@pytest.mark.parametrize(("ranks", "length"), [(2, 8), (3, 12), (4, 16), (6, 24), (4, 14), (4, 6), (6, 9)])
+def test_a_balanced_ring_gives_each_rank_the_same_work(ranks, length, monkeypatch):
+    """As many scores on each where the parts are even, in each round; and no more than the part of the longest else."""
+    part, found = -(-length // ranks), Counter()
+    rows = [(min(at * part, length), min((at + 1) * part, length)) for at in range(ranks)]
+    heads = [torch.randn(1, 1, length, 4, dtype=torch.float64) for _ in range(3)]
+    attend = attention_parts.attend
+
+    def counting(heads, scores):
+        queries, keys = heads[0].shape[-2], heads[1].shape[-2]
+        found[here.rank] += queries * (queries + 1) // 2 if scores.diagonal else queries * keys
+        return attend(heads, scores)
+
+    here = threading.local()
+    monkeypatch.setattr(ring_module, "attend", counting)
+
+    def run(comm):
+        here.rank = comm.rank
+        mine = [t[:, :, slice(*rows[comm.rank])] for t in heads]
+        return balanced_ring_attention(*mine, None, False, rows, comm, ("a",))
+
+    made = torch.cat(simulate(Mesh.of(a=ranks), run), 2)
+    torch.testing.assert_close(made, F.scaled_dot_product_attention(*heads, is_causal=True), rtol=0, atol=1e-13)
+    assert found.total() == length * (length + 1) // 2
+    even = length % (2 * ranks) == 0
+    assert len(set(found.values())) == 1 if even else max(found.values()) <= part * (length + 1) / 2 + 1

@@ -10,7 +10,7 @@ from torch import Tensor
 from rulecheck import bound, plain, shapes_of
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.rules import layers
-from shardwright.compiler.rules.notation import parse
+from shardwright.compiler.rules.notation import Operand, parse
 from shardwright.compiler.rules.row import EVERYTHING, NOTHING, InternalTensor, Operator, Row, Saved
 from shardwright.compiler.rules.table import TABLE, column, internal_collectives, key_of, row_of
 from shardwright.errors import StrategyError
@@ -178,8 +178,10 @@ def test_a_row_says_that_it_draws_where_torch_says_so():
 def test_a_rule_that_merges_needs_to_say_how():
     rule = parse("n& c -> n c").bind([(4, 3)], [(4, 3)])
     strategy = rule.strategy({"n": ["a"]})
-    with pytest.raises(StrategyError, match=r"merges over a, and its row has no column inside="):
-        internal_collectives("aten.relu.default", rule, strategy, Mesh.of(a=2), [(4, 3)], 4)
+    with pytest.raises(StrategyError, match=r"merges over a, and its row has no inside="):
+        internal_collectives(
+            Operator("aten.relu.default", (Operand(0),), {}, ((4, 3),), ((4, 3),)), rule, strategy, Mesh.of(a=2), 4
+        )
 
 
 # Columns that stand in other rooms

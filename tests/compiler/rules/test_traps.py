@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rulecheck import Invocation, bound, check, rule_for, whole
+from rulecheck import Invocation, bound, check, operator_of, rule_for, whole
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.rules.notation import Operand, OpRule, parse
 from shardwright.compiler.rules.table import TABLE, internal_collectives, rule_of
@@ -65,7 +65,7 @@ def test_split_classes_are_never_brought_together(shape):
     check(loss, FOUR, rule.strategy({"c": ["a"]}))
     strategy = rule.strategy({"n": ["a"], "c": ["b"]})
     check(loss, SQUARE, strategy)
-    forward, backward = internal_collectives(loss.op, rule, strategy, SQUARE, [shape, target.shape], 8)
+    forward, backward = internal_collectives(operator_of(loss, whole(loss)), rule, strategy, SQUARE, 8)
     assert ([c.kind for c in forward], backward) == (["all_to_all", "all_gather"], ())
     weighed = Invocation("shardwright.cross_entropy_sum", (x(*shape), target, torch.rand(shape[1]).double()))
     assert "c" not in splittable(rule_for(weighed))
@@ -84,7 +84,7 @@ def test_batch_statistics_take_one_collective_forward_and_one_backward():
     norm = Invocation("aten._native_batch_norm_legit.no_stats", (x(6, 8, 3), x(8), x(8), True, 0.1, 1e-5))
     rule = rule_for(norm)
     strategy = rule.strategy({"n": ["a"], "c": ["b"]})
-    forward, backward = internal_collectives(norm.op, rule, strategy, SQUARE, [(6, 8, 3), (8,), (8,)], 8)
+    forward, backward = internal_collectives(operator_of(norm, whole(norm)), rule, strategy, SQUARE, 8)
     assert [(c.kind, c.axes, c.bytes) for c in (*forward, *backward)] == [
         ("all_gather", ("a",), 2 * 4 * 8 * 2),  # mean and deviation of 4 channels, from 2 ranks
         ("all_reduce", ("a",), 2 * 4 * 8),
@@ -96,7 +96,7 @@ def test_channels_alone_need_no_collective():
     norm = Invocation("aten._native_batch_norm_legit.no_stats", (x(6, 8, 3), x(8), x(8), True, 0.1, 1e-5))
     rule = rule_for(norm)
     strategy = rule.strategy({"c": ["a", "b"]})
-    assert internal_collectives(norm.op, rule, strategy, SQUARE, [(6, 8, 3), (8,), (8,)], 8) == ((), ())
+    assert internal_collectives(operator_of(norm, whole(norm)), rule, strategy, SQUARE, 8) == ((), ())
     check(norm, SQUARE, strategy)
 
 

@@ -8,6 +8,7 @@ random numbers is in `local_draws`.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from shardwright.compiler.lower import local_draws
 from shardwright.compiler.lower.call import COMM, GUARD, Call, random_key
 from shardwright.compiler.lower.site import ANY_DEVICE, Localiser, Site
 from shardwright.compiler.rules.notation import Operand
-from shardwright.compiler.rules.row import chosen_dims
+from shardwright.compiler.rules.row import balances, chosen_dims
 from shardwright.compiler.rules.table import Column, column
 
 
@@ -161,28 +162,26 @@ def _cross_entropy(site: Site) -> Call:
 
 def _attention(site: Site) -> Call:
     named = site.arguments
-    queries = site.result_slice()[-2]
+    queries, dropped = site.result_slice()[-2], tuple[Any, ...]()
     if named["dropout_p"]:
-        shape = (*site.result_shape()[:-1], site.operand_shape(1)[-2])
-        return Call(
-            "kernels.attention_with_dropout",
-            (
-                *(named[name] for name in ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")),
-                random_key(site.number),
-                list(shape),
-                [*site.result_offsets()[:-1], 0],
-            ),
-        )
-    if "backends" in named:
-        names = ("backends", "query", "key", "value", "attn_mask", "is_causal", "scale", "enable_gqa")
-        return Call("kernels.attention_by", tuple(named[name] for name in names))
+        shape = [*site.result_shape()[:-1], site.operand_shape(1)[-2]]
+        dropped = random_key(site.number), shape, [*site.result_offsets()[:-1], 0]
     heads = (named["query"], named["key"], named["value"])
     if axes := site.merged_axes:
         members = site.mesh.group(site.rank, axes)
         keys = [site.operand_slice(1, member)[-2] for member in members]
-        spans = (queries.start, queries.stop), [(rows.start, rows.stop) for rows in keys]
-        how = (named["is_causal"], named["scale"], named["enable_gqa"])
-        return Call("kernels.ring_attention", (*heads, *how, *spans, COMM, axes))
+        spans, how = [(rows.start, rows.stop) for rows in keys], (named["scale"], named["enable_gqa"])
+        more = (named["dropout_p"], *dropped) if dropped else ()
+        if balances(site.operator, site.parts):
+            return Call("kernels.balanced_ring_attention", (*heads, *how, spans, COMM, axes, *more))
+        given = (*heads, named["attn_mask"], named["is_causal"], *how, (queries.start, queries.stop))
+        return Call("kernels.ring_attention", (*given, spans, COMM, axes, *more))
+    if dropped:
+        given = (*heads, *(named[name] for name in ("attn_mask", "dropout_p", "is_causal", "scale")))
+        return Call("kernels.attention_with_dropout", (*given, *dropped))
+    if "backends" in named:
+        names = ("backends", "query", "key", "value", "attn_mask", "is_causal", "scale", "enable_gqa")
+        return Call("kernels.attention_by", tuple(named[name] for name in names))
     if named["is_causal"] and queries.stop - queries.start != site.result_shape()[-2]:
         return Call("kernels.causal_attention", (*heads, queries.start, named["scale"], named["enable_gqa"]))
     return site.same()

@@ -16,7 +16,7 @@ from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.rules.notation import OpRule, Shape, Strategy
 from shardwright.compiler.rules.register import is_function
-from shardwright.compiler.rules.row import named_arguments
+from shardwright.compiler.rules.row import Operator, named_arguments
 
 # A device in a call stands for the one that the program runs on.
 ANY_DEVICE = torch.device("cpu")
@@ -89,9 +89,20 @@ class Site:
         return self.is_first(self.result_layout().partial)
 
     @cached_property
+    def parts(self) -> Mapping[str, int]:
+        """Into how many parts each factor is cut."""
+        return self.rule.parts(self.strategy, self.mesh)
+
+    @cached_property
     def merged_axes(self) -> tuple[str, ...]:
         """The axes along which the operator communicates inside itself."""
         return self.rule.merged_axes(self.strategy, self.mesh)
+
+    @cached_property
+    def operator(self) -> Operator:
+        """The operator as its rule sees it."""
+        shapes = (tuple(self.values[name].shape for name in names) for names in (self.node.operands, self.node.results))
+        return Operator(self.node.op, self.node.args, dict(self.node.kwargs), *shapes)
 
     @property
     def name(self) -> str:

@@ -7,12 +7,8 @@ as for routing that is balanced, in which each expert gets as many rows as the o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.mesh.redistribute import Collective
-from shardwright.compiler.rules.notation import Shape
-from shardwright.compiler.rules.row import Directions, InternalTensor, Operator, Saved
+from shardwright.compiler.rules.row import Directions, InternalTensor, Merged, Operator, Saved
 
 RULE = "t d^, t k^, t k^, e+&t g^ f+ d^, e+&t o^ f+ -> t o^"
 
@@ -45,13 +41,13 @@ def kept_by_experts(op: Operator) -> Saved:
     )
 
 
-def exchanged_rows(mesh: Mesh, axes: tuple[str, ...], local: Sequence[Shape], itemsize: int, apart: int) -> Directions:
+def exchanged_rows(merged: Merged) -> Directions:
     """Numbers of rows, then rows to their experts, and results back; backward the gradients of both.
 
     As many rows as there are, as routing gives that is balanced: which experts are chosen is not known before.
     """
-    (_, width), (tokens, choices), _, (held, *_), (_, out, _) = local
-    rows = tokens * choices // apart
-    counts = Collective("all_to_all", axes, held * mesh.extent(axes) * 8)
-    there, back = (Collective("all_to_all", axes, rows * size * itemsize) for size in (width, out))
+    (_, width), (tokens, choices), _, (held, *_), (_, out, _) = merged.operands
+    rows = tokens * choices // merged.apart
+    counts = Collective("all_to_all", merged.axes, held * merged.ranks * 8)
+    there, back = (Collective("all_to_all", merged.axes, rows * size * merged.itemsize) for size in (width, out))
     return (counts, there, back), (back, there)

@@ -149,19 +149,18 @@ def attention(op: Operator) -> OpRule:
 
     With fewer heads of keys than of queries, ``h = g · r``: the groups g may be split. Queries that are causal take a
     mask where they are split, which not every kernel can: they stay whole where the step has chosen its kernels. Keys
-    that are split go round the ranks, without masks and without dropout, which no part of them can draw alone.
+    that are split go round the ranks, which have the columns of a mask for all keys.
     """
     query, key, _ = op.operands[:3]
     grouped = bool(op["enable_gqa"]) and query[-3] != key[-3]
     sizes = {"g": key[-3], "r": query[-3] // key[-3]} if grouped else {}
     heads, shared = ("* (g r^)", "* g") if grouped else ("*", "*")
     rows = "l^" if op.arguments.get("backends") and op["is_causal"] else "l"
-    alone = op.arguments.get("backends") or op["dropout_p"] or isinstance(op["attn_mask"], Operand)
-    keys = "s^" if alone else "s&l"
+    keys = "s^" if op.arguments.get("backends") else "s&l"
     terms = [f"{heads} {rows} e^", f"{shared} {keys} e^", f"{shared} {keys} f^"]
     if isinstance(op["attn_mask"], Operand):
         mask = op.operands[op["attn_mask"].index]
-        terms.append(_mask_term(mask, (*query[:-1], key[-2]), ["(g r^)"] * grouped + [rows, "s^"]))
+        terms.append(_mask_term(mask, (*query[:-1], key[-2]), ["(g r^)"] * grouped + [rows, "t^"]))
     return op.bind(f"{', '.join(terms)} -> {heads} {rows} f^", **sizes)
 
 

@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import Any, Literal
 
 from shardwright.common.signatures import schema_parameters
-from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.mesh.redistribute import Collective
 from shardwright.compiler.rules.notation import Operand, OpRule, Shape, parse
 
@@ -122,10 +121,16 @@ def attention(op: Operator) -> int:
     return whole // 2 if op["is_causal"] else whole
 
 
+def balances(op: Operator, parts: Mapping[str, int]) -> bool:
+    """Return whether ranks exchange rows for a ring in which all have as much to do: queries and keys are cut alike."""
+    same_rows = op.operands[0][-2] == op.operands[1][-2]
+    return bool(op["is_causal"]) and same_rows and parts.get("l", 1) == parts.get("s", 1) > 1
+
+
 def causal_rows(op: Operator, parts: Mapping[str, int]) -> float:
     """Return the work of the last queries beside the mean, where they are causal: they see the most keys."""
     rows, keys, count = op.operands[0][-2], op.operands[1][-2], parts.get("l", 1)
-    if not op["is_causal"] or count == 1:
+    if not op["is_causal"] or count == 1 or balances(op, parts):
         return 1.0
 
     def seen(queries: int) -> int:
@@ -135,6 +140,12 @@ def causal_rows(op: Operator, parts: Mapping[str, int]) -> float:
 
     ends = [min(math.ceil(rows / count) * at, rows) for at in range(count + 1)]
     return count * max(seen(end) - seen(start) for start, end in itertools.pairwise(ends)) / seen(rows)
+
+
+def scores_in_blocks(op: Operator) -> int:
+    """Return how many scores a ring makes in memory, block by block: all with a mask or dropout, none without."""
+    query, key, _ = op.operands[:3]
+    return math.prod(query[:-1]) * key[-2] if op["dropout_p"] or isinstance(op["attn_mask"], Operand) else 0
 
 
 def recurrent(op: Operator) -> int:
@@ -161,9 +172,28 @@ def log_probabilities(operands_bytes: Sequence[int], results_bytes: Sequence[int
 
 Rule = str | Callable[[Operator], OpRule]
 Directions = tuple[tuple[Collective, ...], tuple[Collective, ...]]  # forward and backward
-# From the mesh, the axes over which an operator merges, the local shapes of its operands, the element size of the first
-# of them, and into how many parts the axes over which it sums without merging cut its work.
-Inside = Callable[[Mesh, tuple[str, ...], Sequence[Shape], int, int], Directions]
+
+
+@dataclass(frozen=True)
+class Merged:
+    """An operator that communicates inside itself, as rank 0 has it, which holds the largest parts.
+
+    Its ranks are those along ``axes``; ``operands`` and ``results`` are the shapes of its parts, ``parts`` into how
+    many each factor is cut, and ``apart`` into how many the axes cut its work over which it sums without merging.
+    ``itemsize`` is that of its first operand.
+    """
+
+    operator: Operator
+    axes: tuple[str, ...]
+    ranks: int
+    operands: tuple[Shape, ...]
+    results: tuple[Shape, ...]
+    itemsize: int
+    parts: Mapping[str, int]
+    apart: int
+
+
+Inside = Callable[[Merged], Directions]
 
 
 @dataclass(frozen=True)
@@ -237,6 +267,8 @@ class Row:
     ``inside``: the collectives that it does where a factor marked ``&`` is split.
     ``between``: the entries that it writes and reads between the operators that it consists of; its backward has
     gradients of what it keeps of them.
+    ``in_blocks``: the numbers that it makes in memory where it communicates inside, instead of in the registers of a
+    fused kernel.
     ``busiest``: the work of the rank that has most of it, beside the mean of all, where factors are split into so many
     parts; None: all have as much.
     ``identity``: when a graph leaves it out, as its result is its operand.
@@ -255,6 +287,7 @@ class Row:
     draws: bool = False
     inside: Inside | None = None
     between: Callable[[Operator], int] | None = None
+    in_blocks: Callable[[Operator], int] | None = None
     busiest: Callable[[Operator, Mapping[str, int]], float] | None = None
     identity: Identity | None = None
     checks: bool = False
@@ -281,43 +314,46 @@ class Row:
         return saves.within(operator)
 
 
-def batch_statistics(
-    mesh: Mesh, axes: tuple[str, ...], local: Sequence[Shape], itemsize: int, apart: int
-) -> Directions:
+def batch_statistics(merged: Merged) -> Directions:
     """Forward, every rank gathers the mean and the summed squared deviations; backward, two sums are reduced."""
-    statistics_bytes = _of_channels(local[0], itemsize)
-    gathered = Collective("all_gather", axes, statistics_bytes * mesh.extent(axes))
-    return (gathered,), (Collective("all_reduce", axes, statistics_bytes),)
+    statistics_bytes = _of_channels(merged)
+    gathered = Collective("all_gather", merged.axes, statistics_bytes * merged.ranks)
+    return (gathered,), (Collective("all_reduce", merged.axes, statistics_bytes),)
 
 
-def running_statistics(
-    mesh: Mesh, axes: tuple[str, ...], local: Sequence[Shape], itemsize: int, apart: int
-) -> Directions:
+def running_statistics(merged: Merged) -> Directions:
     """The running mean and variance are averaged over the ranks; the normalisation itself needs no other part."""
-    return (Collective("all_reduce", axes, _of_channels(local[0], itemsize)),), ()
+    return (Collective("all_reduce", merged.axes, _of_channels(merged)),), ()
 
 
-def class_statistics(
-    mesh: Mesh, axes: tuple[str, ...], local: Sequence[Shape], itemsize: int, apart: int
-) -> Directions:
+def class_statistics(merged: Merged) -> Directions:
     """Every rank merges two statistics of a share of the samples, and gathers one of all and the sum of each share."""
-    logits = local[0]
-    ranks, samples = mesh.extent(axes), logits[0] * math.prod(logits[2:])
-    share = max(1, math.ceil(samples / ranks))
-    exchanged = Collective("all_to_all", axes, 2 * share * max(itemsize, 4) * ranks)
-    return (exchanged, Collective("all_gather", axes, (share + 1) * max(itemsize, 4) * ranks)), ()
+    logits, entry = merged.operands[0], max(merged.itemsize, 4)
+    samples = logits[0] * math.prod(logits[2:])
+    share = max(1, math.ceil(samples / merged.ranks))
+    exchanged = Collective("all_to_all", merged.axes, 2 * share * entry * merged.ranks)
+    return (exchanged, Collective("all_gather", merged.axes, (share + 1) * entry * merged.ranks)), ()
 
 
-def ring_of_keys(mesh: Mesh, axes: tuple[str, ...], local: Sequence[Shape], itemsize: int, apart: int) -> Directions:
+def ring_of_keys(merged: Merged) -> Directions:
     """Blocks of keys and values go to the next rank; backward their gradients follow, which return to their rank.
 
-    The gradients are sums over the ranks, of float32 at least.
+    The gradients are sums over the ranks, of float32 at least. A balanced ring exchanges rows before and after.
     """
-    rounds, entries = mesh.extent(axes), sum(math.prod(shape) for shape in local[1:3])
-    block = Collective("shift", axes, entries * itemsize)
-    gradients = Collective("shift", axes, entries * max(itemsize, 4))
-    return (block,) * (rounds - 1), (block, gradients) * (rounds - 1) + (gradients,)
+    query, key, value = (math.prod(shape) for shape in merged.operands[:3])
+    result, entry = math.prod(merged.results[0]), merged.itemsize
+    block = Collective("shift", merged.axes, (key + value) * entry)
+    gradients = Collective("shift", merged.axes, (key + value) * max(entry, 4))
+    forward, backward = (block,) * (merged.ranks - 1), (block, gradients) * (merged.ranks - 1) + (gradients,)
+    if not balances(merged.operator, merged.parts):
+        return forward, backward
+
+    def exchanged(entries: int) -> Collective:
+        return Collective("all_to_all", merged.axes, entries * entry)
+
+    heads = exchanged(query + key + value)
+    return (heads, *forward, exchanged(result)), (exchanged(2 * result), *backward, heads)
 
 
-def _of_channels(local: Sequence[int], itemsize: int) -> int:
-    return 2 * local[1] * max(itemsize, 4)
+def _of_channels(merged: Merged) -> int:
+    return 2 * merged.operands[0][1] * max(merged.itemsize, 4)

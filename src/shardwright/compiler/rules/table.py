@@ -27,6 +27,7 @@ from shardwright.compiler.rules.row import (
     RESULTS,
     Directions,
     InternalTensor,
+    Merged,
     Operator,
     Row,
     Saved,
@@ -274,6 +275,7 @@ _ROWS: tuple[tuple[str, Row], ...] = (
             facts.attention,
             draws=True,
             inside=facts.ring_of_keys,
+            in_blocks=facts.scores_in_blocks,
             busiest=facts.causal_rows,
         ),
     ),
@@ -418,9 +420,7 @@ def rule_of(
     return operator.bind(row.rule) if isinstance(row.rule, str) else row.rule(operator)
 
 
-def internal_collectives(
-    op: str, rule: OpRule, strategy: Strategy, mesh: Mesh, operands: Sequence[Shape], itemsize: int
-) -> Directions:
+def internal_collectives(operator: Operator, rule: OpRule, strategy: Strategy, mesh: Mesh, itemsize: int) -> Directions:
     """Return the collectives inside an operator, forward and backward: statistics that are merged.
 
     ``itemsize`` is the size in bytes of an element of the first operand.
@@ -431,10 +431,15 @@ def internal_collectives(
     axes = rule.merged_axes(strategy, mesh)
     if not axes:
         return (), ()
-    inside_of = row_of(op).inside
+    inside_of = row_of(operator.op).inside
     if inside_of is None:
-        raise StrategyError(f"the rule of {op} merges over {', '.join(axes)}, and its row has no column inside=")
-    # Rank 0 holds the largest parts.
-    local = [rule.operand_layout(i, strategy).local_shape(shape, mesh, 0) for i, shape in enumerate(operands)]
-    apart = {axis for at in rule.along for axis in strategy.axes[at] if axis not in axes}
-    return inside_of(mesh, axes, local, itemsize, mesh.extent(apart))
+        raise StrategyError(f"the rule of {operator.op} merges over {', '.join(axes)}, and its row has no inside=")
+    operands = [
+        rule.operand_layout(i, strategy).local_shape(shape, mesh, 0) for i, shape in enumerate(operator.operands)
+    ]
+    results = [
+        rule.result_layout(i, strategy, mesh).local_shape(shape, mesh, 0) for i, shape in enumerate(operator.results)
+    ]
+    apart = mesh.extent({axis for at in rule.along for axis in strategy.axes[at] if axis not in axes})
+    ranks, parts = mesh.extent(axes), rule.parts(strategy, mesh)
+    return inside_of(Merged(operator, axes, ranks, tuple(operands), tuple(results), itemsize, parts, apart))

@@ -11,7 +11,7 @@ from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.mesh.redistribute import Collective
 from shardwright.compiler.plan.make import make_plan
-from shardwright.compiler.plan.pricing.cost import Seconds
+from shardwright.compiler.plan.pricing.cost import PASSES_OVER_SCORES, Seconds
 from shardwright.compiler.plan.pricing.hardware import Updating, shipped
 from shardwright.compiler.plan.pricing.memory import ADAMW, states_of
 from shardwright.compiler.plan.request import PlanRequest
@@ -57,8 +57,8 @@ def test_fused_attention_multiplies_at_its_own_speed_and_its_backward_makes_the_
     assert seconds.floor(made.graph, node, 2) == pytest.approx(3.5 * forward_s)
 
 
-def test_a_ring_takes_what_the_busiest_rank_computes_and_hides_the_blocks_beside_it():
-    """Causal: the last of P ranks sees all P blocks, half of its own one. A block travels beside all but one round."""
+def test_a_balanced_ring_takes_the_mean_with_the_exchange_of_rows_and_hides_blocks_beside_it():
+    """A block travels beside all rounds but one. Where keys are whole, the last of P ranks sees all P blocks."""
     heads = torch.ones(1, 2, 64, 8)
 
     def loss_fn(weight, x):
@@ -69,29 +69,52 @@ def test_a_ring_takes_what_the_busiest_rank_computes_and_hides_the_blocks_beside
     [node] = [node for node in captured.nodes if "scaled_dot_product" in node.op]
     ring = made.graph.rules[node.name].strategy({"s": ["d"]})
     h100 = replace(shipped("h100"), launch_s=1e-12, memory_bandwidth=1e15, attention=1.0)
-    block, gradients = 2 * 2 * 16 * 8 * 4, 2 * 2 * 16 * 8 * 4
+    part = 2 * 16 * 8 * 4  # of queries, keys, values, the result, or their gradients
+    block = gradients = 2 * part
     whole_s = 2 * (2 * 2 * 64 * 64 * 8) / 2
     forward, backward = made.graph.collectives_inside(node, ring, mesh)
-    assert [c.bytes for c in forward] == [block] * 3
-    assert [c.bytes for c in backward] == [block, gradients] * 3 + [gradients]
+    assert [c.bytes for c in forward] == [3 * part, *[block] * 3, part]
+    assert [c.bytes for c in backward] == [2 * part, *[block, gradients] * 3, gradients, 3 * part]
     shift_s = Seconds(h100).collective(Collective("shift", ("d",), block), mesh)
     gathered = Collective("all_gather", ("d",), 4 * block)
     assert shift_s == pytest.approx(Seconds(h100).collective(gathered, mesh) / 3)
+    exchanged = [Collective("all_to_all", ("d",), times * part) for times in (3, 1, 2)]
+    into_s, out_s, back_s = (Seconds(h100).collective(each, mesh) for each in exchanged)
+    alone = made.graph.rules[node.name].strategy({"l": ["d"]})
     for flops, hides, hidden in ((1e12, 0.0, 0), (1.0, 0.9, 0.9), (1.0, 1.0, 1.0)):
         seconds = Seconds(replace(h100, flops=(("float32", flops),), hides_gradients=hides))
         computing_s = seconds.computing(made.graph, node, ring, mesh)
-        assert computing_s == pytest.approx(whole_s / flops / 4 * (2 - 1 / 4), rel=0.02)  # ends of the triangle
+        assert computing_s == pytest.approx(whole_s / flops / 4)
+        busiest_s = seconds.computing(made.graph, node, alone, mesh)
+        assert busiest_s == pytest.approx(whole_s / flops / 4 * (2 - 1 / 4), rel=0.02)  # ends of the triangle
         inside = seconds.inside(made.graph, node, ring, mesh)
-        assert inside.forward == pytest.approx(3 * shift_s * (1 - hidden))
-        assert inside.backward == pytest.approx(7 * shift_s * (1 - hidden))
+        assert inside.forward == pytest.approx(3 * shift_s * (1 - hidden) + into_s + out_s)
+        assert inside.backward == pytest.approx(7 * shift_s * (1 - hidden) + back_s + into_s)
         total = seconds.operator(made.graph, node, ring, mesh)
         assert total == pytest.approx(3.5 * computing_s + sum(inside))
     # Where computing is short, no more is hidden than it takes.
     quick = Seconds(replace(h100, flops=(("float32", 1e15),), hides_gradients=1.0))
     computing_s = quick.computing(made.graph, node, ring, mesh)
-    assert quick.inside(made.graph, node, ring, mesh).forward == pytest.approx(3 * shift_s - computing_s * 3 / 4)
+    expected = 3 * shift_s - computing_s * 3 / 4 + into_s + out_s
+    assert quick.inside(made.graph, node, ring, mesh).forward == pytest.approx(expected)
     # On a backend that does not run collectives beside computing nothing is.
     assert Seconds(replace(h100, backend="gloo")).inside(made.graph, node, ring, mesh).forward >= 3 * shift_s * 0.99
+
+
+def test_a_ring_with_a_mask_makes_its_scores_in_memory():
+    heads, seen = torch.ones(1, 2, 64, 8), torch.ones(1, 1, 1, 64, dtype=torch.bool)
+
+    def loss_fn(weight, batch):
+        x, mask = batch
+        return F.scaled_dot_product_attention(x, x, x * weight.weight, attn_mask=mask).sum()
+
+    captured, mesh = captured_step(torch.nn.Linear(8, 1, bias=False), loss_fn, (heads, seen), {}), Mesh.of(d=4)
+    made = make_plan(captured, PlanRequest(mesh, "data", hardware=CPU))
+    [node] = [node for node in captured.nodes if "scaled_dot_product" in node.op]
+    rule = made.graph.rules[node.name]
+    seconds = Seconds(replace(shipped("h100"), launch_s=0.0, memory_bandwidth=1.0, at_once=1.0))
+    usual, ring = (seconds.computing(made.graph, node, rule.strategy({of: ["d"]}), mesh) for of in ("l", "s"))
+    assert ring - usual == pytest.approx(PASSES_OVER_SCORES * 4 * 2 * 64 * 64 / 4)
 
 
 @pytest.mark.parametrize(("name", "times"), [("sgd", 3), ("adamw", 7)])

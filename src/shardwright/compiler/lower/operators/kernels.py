@@ -22,6 +22,7 @@ from shardwright.compiler.lower.operators.batch_norm import batch_norm_running a
 from shardwright.compiler.lower.operators.batch_norm import sum_in_place as sum_in_place
 from shardwright.compiler.lower.operators.experts import experts as experts
 from shardwright.compiler.lower.operators.guard import Guard
+from shardwright.compiler.lower.operators.ring_attention import balanced_ring_attention as balanced_ring_attention
 from shardwright.compiler.lower.operators.ring_attention import causal_attention as causal_attention
 from shardwright.compiler.lower.operators.ring_attention import ring_attention as ring_attention
 from shardwright.compiler.mesh.collectives import Axes, Communicator

@@ -38,6 +38,8 @@ BACKWARD = 2  # a backward costs about two forwards
 ON_THE_WAY = 2  # gradients that are scattered at once, as bytes: so many times those of a layer's parameters
 # Of fused attention: the forward has two products, the backward five, of which the first makes the scores once more.
 BACKWARD_OF_ATTENTION = 2.5
+# Of scores in blocks: two products, a mask, the greatest, the exponentials and their sum, a quotient, dropout.
+PASSES_OVER_SCORES = 12
 ComputingPart = Literal["flops", "traffic", "launch"]
 COMPUTING_PARTS: tuple[ComputingPart, ...] = get_args(ComputingPart)
 
@@ -82,11 +84,15 @@ def largest_inside(graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh
     """Return the most bytes of buffers of the collectives inside an operator at once.
 
     Of blocks that are shifted the forward has the one that is here and the one that comes; the backward has three of
-    their gradients, too.
+    their gradients, too. Rows that a ring exchanges are there as they go and as they come.
     """
     forward, backward = graph.collectives_inside(node, strategy, mesh)
-    at_once = ((c, count if c.kind == "shift" else 1) for of, count in ((forward, 2), (backward, 5)) for c in of)
-    return max((c.bytes * count for c, count in at_once), default=0)
+    rings = any(c.kind == "shift" for c in forward)
+
+    def at_once(c: Collective, shifted: int) -> int:
+        return c.bytes * (shifted if c.kind == "shift" else 2 if rings else 1)
+
+    return max((at_once(c, shifted) for of, shifted in ((forward, 2), (backward, 5)) for c in of), default=0)
 
 
 def operator_collectives(graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> list[Collective]:
@@ -232,7 +238,7 @@ class Seconds:
         nodes, values = graph.capture.nodes, graph.capture.values
         readers = [at for at, node in enumerate(nodes) if any(values[name].read_first for name in node.operands)]
         before = nodes[: max(readers, default=0)]
-        return sum(self._once_s(graph, node, 1) * (1 + backward_times(graph, node)) for node in before)
+        return sum(self._once_s(work_of(graph, node), 1) * (1 + backward_times(graph, node)) for node in before)
 
     def operator(self, graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> float:
         computing_s = self.computing(graph, node, strategy, mesh) * self._times(graph, node)
@@ -261,10 +267,11 @@ class Seconds:
 
     def computing(self, graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> float:
         """Return the seconds that the forward of ``node`` computes on the busiest rank, all of them."""
-        return self._once_s(graph, node, _parts(graph, node, strategy, mesh))
+        return self._once_s(_work(graph, node, strategy, mesh), _parts(graph, node, strategy, mesh))
 
     def floor(self, graph: RuledGraph, node: Node, devices: int) -> float:
-        return self._once_s(graph, node, graph.rules[node.name].most_parts(devices)) * self._times(graph, node)
+        once_s = self._once_s(work_of(graph, node), graph.rules[node.name].most_parts(devices))
+        return once_s * self._times(graph, node)
 
     def _times(self, graph: RuledGraph, node: Node) -> float:
         """Return how often the forward of ``node`` counts, its backward included."""
@@ -283,17 +290,16 @@ class Seconds:
 
     def longest_part(self, graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> ComputingPart:
         """Return what takes longest of computing ``node``."""
-        each_s = self._each_s(graph, node, _parts(graph, node, strategy, mesh))
+        each_s = self._each_s(_work(graph, node, strategy, mesh), _parts(graph, node, strategy, mesh))
         return COMPUTING_PARTS[each_s.index(max(each_s))]
 
-    def _each_s(self, graph: RuledGraph, node: Node, parts: float) -> tuple[float, float, float]:
-        work = work_of(graph, node)
+    def _each_s(self, work: OperatorWork, parts: float) -> tuple[float, float, float]:
         work_s = work.flops / (self.hardware.flops_in(work.dtype) * (self.hardware.attention if work.attention else 1))
         traffic_s = work.bytes / self.hardware.memory_bandwidth
         return work_s / parts, traffic_s / parts, self.hardware.launch_s
 
-    def _once_s(self, graph: RuledGraph, node: Node, parts: float) -> float:
-        each_s = self._each_s(graph, node, parts)
+    def _once_s(self, work: OperatorWork, parts: float) -> float:
+        each_s = self._each_s(work, parts)
         longest_s = max(each_s)
         return longest_s + (1 - self.hardware.at_once) * (sum(each_s) - longest_s)
 
@@ -372,9 +378,7 @@ def _parts(graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> flo
     busiest = row_of(node.op).busiest
     if busiest is None or parts == 1:
         return parts
-    factors = zip(graph.rules[node.name].factors, strategy.axes, strict=True)
-    cut = {factor.name: mesh.extent(axes) for factor, axes in factors}
-    return parts / busiest(operator_of(node, graph.capture), cut)
+    return parts / busiest(operator_of(node, graph.capture), graph.rules[node.name].parts(strategy, mesh))
 
 
 @dataclass(frozen=True)
@@ -398,6 +402,16 @@ def work_of(graph: RuledGraph, node: Node) -> OperatorWork:
         graph.known[key] = OperatorWork(flops(node, graph.capture), moved, _dtype(graph, node), attention)
     found: OperatorWork = graph.known[key]
     return found
+
+
+def _work(graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> OperatorWork:
+    """Return the work of ``node`` under a strategy: scores that are made in blocks are products, written and read."""
+    usual, in_blocks = work_of(graph, node), row_of(node.op).in_blocks
+    if in_blocks is None or not graph.rules[node.name].merged_axes(strategy, mesh):
+        return usual
+    count, dtype = in_blocks(operator_of(node, graph.capture)), torch.promote_types(usual.dtype, torch.float32)
+    moved = usual.bytes + PASSES_OVER_SCORES * count * dtype.itemsize
+    return OperatorWork(usual.flops, moved, dtype, attention=False) if count else usual
 
 
 def backward_times(graph: RuledGraph, node: Node) -> float:

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from shardwright.common.stages import in_stage
+from shardwright.compiler.capture.facts import operator_of
 from shardwright.compiler.capture.ir import Capture, Node
 from shardwright.compiler.mesh.cached_hash import kept_hash
 from shardwright.compiler.mesh.layout import Layout
@@ -79,8 +80,8 @@ class RuledGraph:
             return (), ()
         values = [self.capture.values[name] for name in node.operands]
         itemsize = values[0].dtype.itemsize if values else 1
-        shapes = [value.shape for value in values]
-        forward, backward = internal_collectives(node.op, self.rules[node.name], strategy, mesh, shapes, itemsize)
+        operator = operator_of(node, self.capture)
+        forward, backward = internal_collectives(operator, self.rules[node.name], strategy, mesh, itemsize)
         return forward, backward if self.needs_gradient(node) else ()
 
     @cached_property
