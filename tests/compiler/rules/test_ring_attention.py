@@ -114,6 +114,8 @@ def test_a_ring_gives_what_one_device_gives(examples, blocks, monkeypatch):
         free = [rule.factors[i].name for i in rule.splittable if rule.factors[i].name != "s"]
         if others:
             assignment[d.pick(free)] = others
+        elif d.pick([False, True]):  # queries in another order than keys
+            assignment["l"] = assignment["s"][::-1]
         torch.manual_seed(0)
         check(invocation, mesh, rule.strategy(assignment))
 

@@ -20,12 +20,12 @@ LOSS = re.compile(r"epoch: (\d+) step: (\d+), loss is (\S+)")
 LEASE_S = 2.0
 
 
-def train(folder, epochs):
+def train(folder, epochs, *more):
     """The quick start in float64, with a checkpoint after every fifth step: 4 steps an epoch."""
     settings = [
         "system.dtype=float64", f"train.epochs={epochs}", "train.checkpoint_every_steps=5", "train.resume=auto",
         "train.checkpoint_every_epochs=null", f"train.output_dir={folder}", "train.log_every=1",
-        "train.progress_bar=false", "eval.enabled=false",
+        "train.progress_bar=false", "eval.enabled=false", *more,
     ]  # fmt: skip
     return ["train", "--config", "quickstart", *(word for setting in settings for word in ("-o", setting))]
 
@@ -98,9 +98,9 @@ def kill_ranks(job, launcher, folder, kills, ranks):
         past |= started
 
 
-def disturbed(job, where, epochs, kills, ranks):
+def disturbed(job, where, epochs, kills, ranks, more=()):
     job.run(*where, "--job", "calm", *train("calm", epochs), timeout_s=600)
-    words = [*where, "--job", "wild", "--max-restarts", str(kills), "--grace", "2", *train("wild", epochs)]
+    words = [*where, "--job", "wild", "--max-restarts", str(kills), "--grace", "2", *train("wild", epochs, *more)]
     launcher = job.start(*words)
     kill_ranks(job, launcher, job.folder / "wild", kills, ranks)
     ended = job.finish(launcher, 900)
@@ -118,6 +118,18 @@ def test_twenty_kills_of_a_random_rank_change_no_loss(tmp_path):
     job = Launching(tmp_path)
     try:
         disturbed(job, ["-n", "2"], epochs=200, kills=20, ranks=2)
+        job.assert_none_left()
+    finally:
+        job.close()
+
+
+def test_kills_of_ranks_of_stages_change_no_loss(tmp_path):
+    """Two stages of a pipeline, killed three times, have the losses of two ranks without stages."""
+    job = Launching(tmp_path)
+    try:
+        more = ["parallel.mesh=pp=2", "parallel.mode=data", "parallel.save_graphs=graphs"]
+        disturbed(job, ["-n", "2"], epochs=60, kills=3, ranks=2, more=more)
+        assert "stages.send(" in (job.folder / "graphs" / "rank_0" / "program.py").read_text()
         job.assert_none_left()
     finally:
         job.close()

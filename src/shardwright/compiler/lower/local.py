@@ -172,7 +172,7 @@ def _attention(site: Site) -> Call:
         keys = [site.operand_slice(1, member)[-2] for member in members]
         spans, how = [(rows.start, rows.stop) for rows in keys], (named["scale"], named["enable_gqa"])
         more = (named["dropout_p"], *dropped) if dropped else ()
-        if balances(site.operator, site.parts):
+        if balances(site.operator, site.rule.cuts(site.strategy)):
             return Call("kernels.balanced_ring_attention", (*heads, *how, spans, COMM, axes, *more))
         given = (*heads, named["attn_mask"], named["is_causal"], *how, (queries.start, queries.stop))
         return Call("kernels.ring_attention", (*given, spans, COMM, axes, *more))

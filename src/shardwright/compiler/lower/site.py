@@ -89,11 +89,6 @@ class Site:
         return self.is_first(self.result_layout().partial)
 
     @cached_property
-    def parts(self) -> Mapping[str, int]:
-        """Into how many parts each factor is cut."""
-        return self.rule.parts(self.strategy, self.mesh)
-
-    @cached_property
     def merged_axes(self) -> tuple[str, ...]:
         """The axes along which the operator communicates inside itself."""
         return self.rule.merged_axes(self.strategy, self.mesh)

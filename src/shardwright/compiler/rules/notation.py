@@ -201,9 +201,9 @@ class OpRule:
         merged = [axis for at, f in enumerate(self.factors) if f.kind == "merged" for axis in strategy.axes[at]]
         return mesh.ordered({*merged, *(axis for at in self.along for axis in self.shared(at, strategy))})
 
-    def parts(self, strategy: Strategy, mesh: Mesh) -> dict[str, int]:
-        """Return into how many parts a strategy cuts each factor."""
-        return {f.name: mesh.extent(axes) for f, axes in zip(self.factors, strategy.axes, strict=True)}
+    def cuts(self, strategy: Strategy) -> dict[str, tuple[str, ...]]:
+        """Return the axes over which a strategy splits each factor, by its name."""
+        return {factor.name: axes for factor, axes in zip(self.factors, strategy.axes, strict=True)}
 
     def replicated(self) -> Strategy:
         """The strategy that splits nothing."""

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from shardwright.common.signatures import schema_parameters
+from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.mesh.redistribute import Collective
 from shardwright.compiler.rules.notation import Operand, OpRule, Shape, parse
 
@@ -121,16 +122,16 @@ def attention(op: Operator) -> int:
     return whole // 2 if op["is_causal"] else whole
 
 
-def balances(op: Operator, parts: Mapping[str, int]) -> bool:
+def balances(op: Operator, cuts: Cuts) -> bool:
     """Return whether ranks exchange rows for a ring in which all have as much to do: queries and keys are cut alike."""
-    same_rows = op.operands[0][-2] == op.operands[1][-2]
-    return bool(op["is_causal"]) and same_rows and parts.get("l", 1) == parts.get("s", 1) > 1
+    same_rows, over = op.operands[0][-2] == op.operands[1][-2], cuts.get("s", ())
+    return bool(op["is_causal"] and same_rows and over and over == cuts["l"])
 
 
-def causal_rows(op: Operator, parts: Mapping[str, int]) -> float:
+def causal_rows(op: Operator, cuts: Cuts, mesh: Mesh) -> float:
     """Return the work of the last queries beside the mean, where they are causal: they see the most keys."""
-    rows, keys, count = op.operands[0][-2], op.operands[1][-2], parts.get("l", 1)
-    if not op["is_causal"] or count == 1 or balances(op, parts):
+    rows, keys, count = op.operands[0][-2], op.operands[1][-2], mesh.extent(cuts.get("l", ()))
+    if not op["is_causal"] or count == 1 or balances(op, cuts):
         return 1.0
 
     def seen(queries: int) -> int:
@@ -174,12 +175,16 @@ Rule = str | Callable[[Operator], OpRule]
 Directions = tuple[tuple[Collective, ...], tuple[Collective, ...]]  # forward and backward
 
 
+Cuts = Mapping[str, tuple[str, ...]]
+"""The axes that split each factor."""
+
+
 @dataclass(frozen=True)
 class Merged:
     """An operator that communicates inside itself, as rank 0 has it, which holds the largest parts.
 
-    Its ranks are those along ``axes``; ``operands`` and ``results`` are the shapes of its parts, ``parts`` into how
-    many each factor is cut, and ``apart`` into how many the axes cut its work over which it sums without merging.
+    Its ranks are those along ``axes``; ``operands`` and ``results`` are the shapes of its parts, ``cuts`` the axes that
+    split each factor, and ``apart`` the parts into which those axes cut its work over which it sums without merging.
     ``itemsize`` is that of its first operand.
     """
 
@@ -189,7 +194,7 @@ class Merged:
     operands: tuple[Shape, ...]
     results: tuple[Shape, ...]
     itemsize: int
-    parts: Mapping[str, int]
+    cuts: Cuts
     apart: int
 
 
@@ -269,8 +274,8 @@ class Row:
     gradients of what it keeps of them.
     ``in_blocks``: the numbers that it makes in memory where it communicates inside, instead of in the registers of a
     fused kernel.
-    ``busiest``: the work of the rank that has most of it, beside the mean of all, where factors are split into so many
-    parts; None: all have as much.
+    ``busiest``: the work of the rank that has most of it, beside the mean of all, where these axes split its factors;
+    None: all have as much.
     ``identity``: when a graph leaves it out, as its result is its operand.
     ``checks``: it makes nothing and only asserts, so that a graph leaves it out.
     ``casts``: it changes the dtype alone, so that a pin passes it.
@@ -288,7 +293,7 @@ class Row:
     inside: Inside | None = None
     between: Callable[[Operator], int] | None = None
     in_blocks: Callable[[Operator], int] | None = None
-    busiest: Callable[[Operator, Mapping[str, int]], float] | None = None
+    busiest: Callable[[Operator, Cuts, Mesh], float] | None = None
     identity: Identity | None = None
     checks: bool = False
     casts: bool = False
@@ -345,7 +350,7 @@ def ring_of_keys(merged: Merged) -> Directions:
     block = Collective("shift", merged.axes, (key + value) * entry)
     gradients = Collective("shift", merged.axes, (key + value) * max(entry, 4))
     forward, backward = (block,) * (merged.ranks - 1), (block, gradients) * (merged.ranks - 1) + (gradients,)
-    if not balances(merged.operator, merged.parts):
+    if not balances(merged.operator, merged.cuts):
         return forward, backward
 
     def exchanged(entries: int) -> Collective:

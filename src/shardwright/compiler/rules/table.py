@@ -441,5 +441,5 @@ def internal_collectives(operator: Operator, rule: OpRule, strategy: Strategy, m
         rule.result_layout(i, strategy, mesh).local_shape(shape, mesh, 0) for i, shape in enumerate(operator.results)
     ]
     apart = mesh.extent({axis for at in rule.along for axis in strategy.axes[at] if axis not in axes})
-    ranks, parts = mesh.extent(axes), rule.parts(strategy, mesh)
-    return inside_of(Merged(operator, axes, ranks, tuple(operands), tuple(results), itemsize, parts, apart))
+    ranks, cuts = mesh.extent(axes), rule.cuts(strategy)
+    return inside_of(Merged(operator, axes, ranks, tuple(operands), tuple(results), itemsize, cuts, apart))

@@ -378,7 +378,7 @@ def _parts(graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> flo
     busiest = row_of(node.op).busiest
     if busiest is None or parts == 1:
         return parts
-    return parts / busiest(operator_of(node, graph.capture), graph.rules[node.name].parts(strategy, mesh))
+    return parts / busiest(operator_of(node, graph.capture), graph.rules[node.name].cuts(strategy), mesh)
 
 
 @dataclass(frozen=True)
