@@ -51,11 +51,11 @@ def train(folder, mesh, first, last):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_every_step_by_other_ranks_is_that_of_one_device(tmp_path):
-    [(expected, state)] = run_ranks(1, train, tmp_path / "alone", None, 0, len(WAYS))
+    [(expected, state)] = run_ranks(1, train, tmp_path / "alone", None, 0, len(WAYS), timeout=400)
     for step, (ranks, mesh) in enumerate(WAYS):
-        for [loss], held in run_ranks(ranks, train, tmp_path / "run", mesh, step, step + 1):
+        for [loss], held in run_ranks(ranks, train, tmp_path / "run", mesh, step, step + 1, timeout=400):
             assert loss == pytest.approx(expected[step], rel=0, abs=1e-10), f"{WAYS[step]} after {WAYS[step - 1]}"
             last = held
     torch.testing.assert_close(dict(last), dict(state), atol=1e-9, rtol=0)
