@@ -93,7 +93,7 @@ MANY = [
                                  ("pp=2,dp=2", 3), ("pp=2,tp=4", 2), ("pp=4,dp=2", 4), ("pp=3", 4),
                                  ("pp=2,tp=2", 8), ("dp=2,tp=4", None))),
     *((name, mesh, microbatches, schedule, 8)
-      for name in LANGUAGES for schedule in ("gpipe", "interleaved")
+      for name in LANGUAGES for schedule in ("gpipe", "interleaved", "zb-h1")
       for mesh, microbatches in (("pp=2", 4), ("pp=2,dp=2", 2), ("pp=2,tp=2", 4))),
     *((name, mesh, microbatches, None, 8)
       for name in ("gpt", "llama")
