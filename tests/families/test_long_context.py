@@ -117,6 +117,17 @@ def test_a_llama_in_a_ring_is_that_of_one_device(sizes, monkeypatch):
     assert max(watched) <= length * WIDTH < length * heads * WIDTH < length * length
 
 
+def test_microbatches_of_stages_go_through_rings(monkeypatch):
+    length = 12
+    ids, labels = torch.randint(0, WORDS, (2, 4, length), generator=torch.Generator().manual_seed(0))
+    model, batch = llama(3, 3, length), (ids, labels.masked_fill(labels == 3, -100))
+    captured = captured_step(model, loss_fn, batch, {})
+    request = PlanRequest(Mesh.parse("pp=2,cp=2"), hardware=linked_hardware(), microbatches=2, schedule="1f1b")
+    plan = in_a_ring(monkeypatch, captured, request)
+    assert [lower(plan, rank).source.count("kernels.balanced_ring_attention(") for rank in range(4)] == [2] * 4
+    same(gradients(run(plan, model, batch)), gradients(plain(model, loss_fn, batch)))
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_llama_with_padding_in_a_ring_is_that_of_one_device(ranks, monkeypatch):
     """A mask of the queries here, and of all keys, is all that there is of it."""
