@@ -82,7 +82,6 @@ def plan_of(name, mesh, microbatches=None, schedule=None, rows=8):
 QUICK = [
     ("gpt", "pp=2,dp=2,tp=2", 2, None, 7),
     ("gpt", "pp=3", 3, None, 7),
-    ("mixtral", "pp=2,ep=2", 4, "1f1b", 8),
     ("resnet", "pp=2,dp=2", 1, None, 7),
 ]
 LANGUAGES = ("gpt", "llama", "mixtral")
@@ -100,7 +99,7 @@ MANY = [
       for mesh, microbatches in (("cp=2", None), ("cp=4", None), ("dp=2,cp=2", None), ("pp=2,cp=4", 2),
                                  ("pp=2,cp=2", 2), ("pp=4,cp=2", 4))),
     *(("mixtral", mesh, microbatches, None, 8)
-      for mesh, microbatches in (("ep=2", None), ("ep=4", None), ("dp=2,ep=2", None), ("pp=2,ep=4", 2),
+      for mesh, microbatches in (("pp=2,ep=2", 4), ("ep=2", None), ("ep=4", None), ("dp=2,ep=2", None), ("pp=2,ep=4", 2),
                                  ("pp=4,ep=2", 2), ("pp=2,ep=2,tp=2", 2))),
     *(("resnet", mesh, microbatches, None, rows)
       for rows in (7, 8)
