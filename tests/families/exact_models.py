@@ -50,6 +50,7 @@ def mixture(name: str, layers: int = 1) -> nn.Module:
             module.forward = MethodType(scope["forward"], module)
     model.config._experts_implementation = "eager"
     with torch.no_grad():
-        model(torch.zeros(1, 2, dtype=torch.long))  # transformers installs hooks in the first call
+        more = {"output_router_logits": True} if "mixtral" in name else {}
+        model(torch.zeros(1, 2, dtype=torch.long), **more)  # transformers installs hooks in the first call
     model.config._experts_implementation = "grouped_mm"
     return model

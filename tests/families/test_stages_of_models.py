@@ -99,8 +99,8 @@ MANY = [
       for mesh, microbatches in (("cp=2", None), ("cp=4", None), ("dp=2,cp=2", None), ("pp=2,cp=4", 2),
                                  ("pp=2,cp=2", 2), ("pp=4,cp=2", 4))),
     *(("mixtral", mesh, microbatches, None, 8)
-      for mesh, microbatches in (("pp=2,ep=2", 4), ("ep=2", None), ("ep=4", None), ("dp=2,ep=2", None), ("pp=2,ep=4", 2),
-                                 ("pp=4,ep=2", 2), ("pp=2,ep=2,tp=2", 2))),
+      for mesh, microbatches in (("pp=2,ep=2", 4), ("ep=2", None), ("ep=4", None), ("dp=2,ep=2", None),
+                                 ("pp=2,ep=4", 2), ("pp=4,ep=2", 2), ("pp=2,ep=2,tp=2", 2))),
     *(("resnet", mesh, microbatches, None, rows)
       for rows in (7, 8)
       for mesh, microbatches in (("dp=3", None), ("pp=2", 1), ("pp=4", 1), ("pp=3", 1), ("pp=2,dp=4", 1),
