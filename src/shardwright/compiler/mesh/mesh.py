@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from shardwright.common.words import in_time
 from shardwright.errors import UsageError
 
 UNNAMED = "ranks"
@@ -221,6 +222,22 @@ class Stages:
         """Return the mesh of the ranks for a plan's ``mesh``: stages first, and no axis that is laid out in time."""
         axes = tuple(axis for axis in mesh.axes if axis.name != MICROBATCHES)
         return Mesh((Axis(PIPELINE, self.count), *axes))
+
+
+@dataclass(frozen=True)
+class TriedStages:
+    """A number of pipeline stages that was tried, 1 for none: what a step takes with it, or why there is no plan."""
+
+    stages: int
+    microbatches: int | None = None
+    step_s: float | None = None
+    why: str | None = None
+
+    def __str__(self) -> str:
+        name = "without stages" if self.stages == 1 else f"{PIPELINE}={self.stages}"
+        if self.step_s is None:
+            return f"{name}: {self.why}"
+        return f"{name}{f', {self.microbatches} microbatches' if self.microbatches else ''}: {in_time(self.step_s)}"
 
 
 def prime_factors(n: int) -> list[int]:

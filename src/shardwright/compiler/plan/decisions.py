@@ -15,7 +15,7 @@ from typing import ClassVar, Self
 
 from shardwright.compiler.capture.ir import Capture, Node, Pin, Value
 from shardwright.compiler.mesh.layout import Layout, Split
-from shardwright.compiler.mesh.mesh import MICROBATCHES, PIPELINE, Mesh, Stages
+from shardwright.compiler.mesh.mesh import MICROBATCHES, PIPELINE, UNNAMED, Mesh, Stages, TriedStages
 from shardwright.compiler.mesh.redistribute import Collective, Step, copies, redistribute
 from shardwright.compiler.plan.pricing.graph import RuledGraph, Target, made_by, target_of, the_one
 from shardwright.compiler.plan.pricing.hardware import Hardware
@@ -74,6 +74,7 @@ class Decisions:
         considered: a line on each mesh, where several were searched.
         hardware: the profile that the plan was priced with.
         stages: the pipeline stages, where there are several; ``mesh`` is then that of one stage, and of microbatches.
+        tried: the numbers of stages that were tried, where they were looked for.
     """
 
     graph: RuledGraph = field(repr=False)
@@ -93,6 +94,7 @@ class Decisions:
     hardware: Hardware | None = field(default=None, repr=False)
     recomputed: frozenset[str] = frozenset()
     stages: Stages | None = None
+    tried: tuple[TriedStages, ...] = ()
 
     @property
     def capture(self) -> Capture:
@@ -168,6 +170,8 @@ class Decisions:
     @property
     def shown_mesh(self) -> Mesh:
         """The mesh as the user named it or, where nobody did, with the names that it was given (`plan.axis_names`)."""
+        if self.stages is not None:
+            return self.devices if UNNAMED in self.named.names else self.named
         return self.mesh if self.named.is_unnamed and self.mesh.axes else self.named
 
     def layout(self, value: str) -> Layout:
@@ -429,11 +433,35 @@ class Decisions:
         return local_bytes(leaf, self.leaves[leaf.name], self.mesh)
 
     def in_strategy(self, node: Node) -> tuple[tuple[int, ...], ...]:
-        """The number of slices per dim of every operand, as users write it in `shard`."""
-        rule, strategy = self.graph.rules[node.name], self.strategies[node.name]
-        return tuple(rule.operand_layout(i, strategy).slices(self.mesh) for i in range(len(node.operands)))
+        """The number of slices per dim of every operand, as users write it in `shard`; with stages of a microbatch."""
+        return tuple(layout.slices(self.mesh) for layout in self.worked_on(node)[0])
 
     def out_strategy(self, node: Node) -> tuple[tuple[int, ...], ...]:
-        """The number of slices per dim of every result."""
+        """The number of slices per dim of every result; with pipeline stages of a microbatch."""
+        return tuple(layout.slices(self.mesh) for layout in self.worked_on(node)[1])
+
+    def worked_on(self, node: Node) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
+        """Return the layouts of the operands and results of an operator; with pipeline stages of a microbatch."""
         rule, strategy = self.graph.rules[node.name], self.strategies[node.name]
-        return tuple(rule.result_layout(i, strategy, self.mesh).slices(self.mesh) for i in range(len(node.results)))
+        operands = (rule.operand_layout(i, strategy).without(MICROBATCHES) for i in range(len(node.operands)))
+        results = (rule.result_layout(i, strategy, self.mesh).without(MICROBATCHES) for i in range(len(node.results)))
+        return tuple(operands), tuple(results)
+
+    @cached_property
+    def sharers(self) -> Mesh:
+        """The mesh of the ranks that may share the work of an operator: all, or with pipeline stages those of one."""
+        return Mesh(tuple(axis for axis in self.mesh.axes if axis.name != MICROBATCHES))
+
+    def parts(self, node: Node) -> int:
+        """Return how many ranks share the work of an operator."""
+        return self.sharers.extent(axis for axis in self.strategies[node.name].used if axis != MICROBATCHES)
+
+    def collectives_of_ranks(self) -> Iterator[PlannedCollective]:
+        """Yield every collective among ranks: of a plan with stages those of a stage, for one microbatch."""
+        for priced in self.collectives():
+            axes = tuple(axis for axis in priced.collective.axes if axis != MICROBATCHES)
+            if axes == priced.collective.axes:
+                yield priced
+            elif axes:
+                collective = replace(priced.collective, axes=axes)
+                yield replace(priced, collective=collective, bytes=collective.sent_bytes(self.mesh))

@@ -7,7 +7,6 @@ is imported. Else `hidden.searched_plan` searches, by the row that `searches.py`
 from __future__ import annotations
 
 import gc
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,7 +24,6 @@ from shardwright.compiler.plan.request import PlanRequest
 from shardwright.compiler.plan.search.choices import Choice, OverBudget, Space, data_parallel
 from shardwright.compiler.plan.searches import MODES
 from shardwright.compiler.plan.spaces import blocks_for, fixed_leaves, output_layouts
-from shardwright.compiler.plan.timing.prices import Prices
 from shardwright.errors import UsageError
 
 
@@ -77,21 +75,22 @@ def _with_stages_or_without(graph: RuledGraph, request: PlanRequest) -> Plan:
         raise UsageError(f"{SEARCHED_STAGES} divides devices without names, and the mesh is {request.mesh}")
     without = replace(request, search_stages=False, microbatches=None, schedule=None) if wanted else request
     error: OverBudget | None = None
+    plan: Plan | None
     try:
         plan = _made(graph, without)
         if not wanted:
             return plan
-        below_s = Prices(plan, request.hardware).step_s
     except OverBudget as over:
         if not (wanted or _may_have_stages(graph, request)):
             raise
-        error, below_s = over, math.inf
+        error, plan = over, None
     from shardwright.compiler.plan.pipeline.search import best_in_stages  # loaded where stages are looked for
 
-    found = best_in_stages(graph, request, _made, below_s)
-    if found is None and error is not None:
+    found = best_in_stages(graph, request, _made, plan)
+    if found is None:
+        assert error is not None
         raise error
-    return found or plan
+    return found
 
 
 def _may_have_stages(graph: RuledGraph, request: PlanRequest) -> bool:

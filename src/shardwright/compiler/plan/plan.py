@@ -19,7 +19,7 @@ from shardwright.common.system_errors import in_words
 from shardwright.common.whole_file import write_whole
 from shardwright.compiler.capture.ir import Capture
 from shardwright.compiler.mesh.layout import Layout, Split
-from shardwright.compiler.mesh.mesh import MICROBATCHES, Axis, Link, Mesh, Stages
+from shardwright.compiler.mesh.mesh import MICROBATCHES, Axis, Link, Mesh, Stages, TriedStages
 from shardwright.compiler.plan.decisions import Decisions
 from shardwright.compiler.plan.device_memory import DeviceMemory, MemoryModel
 from shardwright.compiler.plan.pricing.graph import RuledGraph
@@ -219,6 +219,7 @@ class Plan(Decisions):
             "recomputed": sorted(self.recomputed),
             "stages": self.stages and asdict(self.stages),
             "considered": list(self.considered),
+            "tried": [asdict(each) for each in self.tried],
             "hardware": self.hardware and json.loads(self.hardware.to_json()),
             "named_mesh": _mesh_to_json(self.named),
             "mesh": _mesh_to_json(self.mesh),
@@ -260,6 +261,7 @@ class Plan(Decisions):
                 _hardware_from_json(document.hardware),
                 document.recomputed,
                 document.stages,
+                document.tried,
             )
         except UsageError as error:
             raise PlanError(f"this is not a plan as Plan.to_json writes it: {error}") from None
@@ -348,6 +350,7 @@ class _Document:
     hardware: dict[str, Any] | None = None
     recomputed: frozenset[str] = frozenset()
     stages: Stages | None = None
+    tried: tuple[TriedStages, ...] = ()
 
 
 def _read(text: str | bytes) -> _Document:

@@ -120,6 +120,8 @@ def certificate(plan: Decisions) -> Iterator[str]:
     if text := proof(plan):
         yield text
     yield from meshes_considered(plan)
+    if plan.tried:
+        yield "why so many stages: " + "; ".join(map(str, plan.tried))
 
 
 def proof(plan: Decisions) -> str:

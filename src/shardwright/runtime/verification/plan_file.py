@@ -62,7 +62,6 @@ class PlannedFile:
 
     def document(self, *, compared: bool = False) -> dict[str, Any]:
         """The page as JSON has it; docs/planning.md lists the keys."""
-        self._refuse_stages("--json")
         found = asdict(plan_summary(self.plan, self.request.hardware))
         if compared:
             found["known_plans"] = in_numbers(self._known_plans, self.request.hardware)
@@ -103,8 +102,9 @@ class PlannedFile:
     @property
     def _page(self) -> str:
         if self.plan.stages is not None:
-            return staged_page(self.plan, self.request.hardware)
-        page = plan_page(self.plan, self.request.hardware, self._what_if)
+            page = staged_page(self.plan, self.request.hardware, self._what_if)
+        else:
+            page = plan_page(self.plan, self.request.hardware, self._what_if)
         return page if self.advised is None else f"{self.advised}\n\n{page}"
 
     @property

@@ -9,48 +9,40 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from shardwright.common.words import in_time
-from shardwright.compiler.mesh.mesh import PIPELINE, UNNAMED, Axis, Mesh
+from shardwright.compiler.mesh.mesh import PIPELINE, UNNAMED, Axis, Mesh, TriedStages
 from shardwright.compiler.plan.pipeline.costs import StagedCosts
 from shardwright.compiler.plan.pipeline.staged import StagedPlans
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.graph import RuledGraph
 from shardwright.compiler.plan.pricing.memory import Blocks
 from shardwright.compiler.plan.request import PlanRequest
+from shardwright.compiler.plan.timing.prices import Prices
 from shardwright.errors import PlanError
 
 Make = Callable[[RuledGraph, PlanRequest], Plan]
 
 
-@dataclass(frozen=True)
-class Tried:
-    """A number of stages that was tried: the best plan and its seconds, or why there is none."""
-
-    stages: int
-    plan: Plan | None
-    seconds: float
-    why: str
-
-    def __str__(self) -> str:
-        if self.plan is None or self.plan.stages is None:
-            return f"{PIPELINE}={self.stages}: {self.why}"
-        return f"{PIPELINE}={self.stages}, {self.plan.stages.microbatches} microbatches: {in_time(self.seconds)}"
-
-
-def best_in_stages(graph: RuledGraph, request: PlanRequest, make: Make, below: float = math.inf) -> Plan | None:
-    """Return the quickest plan with stages on unnamed devices that takes less than ``below`` seconds; None without one.
+def best_in_stages(graph: RuledGraph, request: PlanRequest, make: Make, without: Plan | None = None) -> Plan | None:
+    """Return the quickest plan on unnamed devices, with stages or ``without``; None where there is no plan at all.
 
     Args:
         make: makes the plan of one stage.
     """
-    tried = [_tried(graph, request, make, count) for count in _numbers(graph, request)]
-    found = min((each for each in tried if each.plan is not None), key=lambda each: each.seconds, default=None)
-    if found is None or found.plan is None or found.seconds >= below:
-        return None
-    without = (f"without stages: {in_time(below)}",) if math.isfinite(below) else ("without stages: nothing fits",)
-    return replace(found.plan, considered=(*without, *map(str, tried)))
+    found = [_without(without, request), *(_tried(graph, request, make, count) for count in _numbers(graph, request))]
+    best = min((plan for plan, _ in found if plan), key=lambda plan: _step_s(plan, request), default=None)
+    return None if best is None else replace(best, tried=tuple(tried for _, tried in found))
+
+
+def _step_s(plan: Plan, request: PlanRequest) -> float:
+    return (Prices if plan.stages is None else StagedCosts)(plan, request.hardware).step_s
+
+
+def _without(plan: Plan | None, request: PlanRequest) -> tuple[Plan | None, TriedStages]:
+    if plan is None:
+        return None, TriedStages(1, why="nothing fits")
+    return plan, TriedStages(1, step_s=_step_s(plan, request))
 
 
 def _numbers(graph: RuledGraph, request: PlanRequest) -> Iterator[int]:
@@ -62,20 +54,24 @@ def _numbers(graph: RuledGraph, request: PlanRequest) -> Iterator[int]:
             yield count
 
 
-def _tried(graph: RuledGraph, request: PlanRequest, make: Make, count: int) -> Tried:
-    """Return the best plan with so many stages."""
+def _tried(graph: RuledGraph, request: PlanRequest, make: Make, count: int) -> tuple[Plan | None, TriedStages]:
+    """Return the best plan with so many stages, and what is told of it."""
     rest = request.mesh.size // count
     axes = (Axis(PIPELINE, count), *([Axis(UNNAMED, rest)] if rest > 1 else []))
     asked = replace(request, mesh=Mesh(axes), search_stages=False)
-    best, why = Tried(count, None, math.inf, "no number of microbatches divides the rows of a rank"), ""
+    best: tuple[Plan | None, TriedStages] = (
+        None,
+        TriedStages(count, why="no number of microbatches divides the rows of a rank"),
+    )
+    least_s = math.inf
     try:
         plans = StagedPlans(graph, asked, make)
         for microbatches in [request.microbatches] if request.microbatches else reversed(plans.even_microbatches):
             plan = plans.plan(microbatches)
-            seconds = StagedCosts(plan, request.hardware).step_s
-            if seconds >= best.seconds:
+            if (seconds := _step_s(plan, request)) >= least_s:
                 break
-            best = Tried(count, plan, seconds, "")
+            best, least_s = (plan, TriedStages(count, microbatches, seconds)), seconds
     except PlanError as error:
-        why = str(error).partition("; ")[0]
-    return replace(best, why=why) if why and best.plan is None else best
+        if best[0] is None:
+            return None, TriedStages(count, why=str(error).partition("; ")[0])
+    return best

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from functools import cached_property
 
+from shardwright.compiler.capture.ir import Node
 from shardwright.compiler.plan.decisions import Decisions
 from shardwright.compiler.plan.pricing.cost import Objective, PerDirection, Seconds, once_more
 from shardwright.compiler.plan.timing.acts import StepActs
@@ -18,7 +19,22 @@ class Prices(Costs):
     @property
     def computing_s(self) -> float:
         """Seconds of a step that are computation."""
-        return sum(self.computes_s.values())
+        return sum(self.computes_s[node.name] for node in self.nodes)
+
+    @property
+    def nodes(self) -> Sequence[Node]:
+        """The operators that take part in the sums: all."""
+        return self.plan.capture.nodes
+
+    @property
+    def waiting_s(self) -> float:
+        """Seconds in which there is nothing to do: of pipeline stages alone."""
+        return 0.0
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that each device sends in a step."""
+        return self.plan.moved_bytes()
 
     @property
     def communicating_s(self) -> float:

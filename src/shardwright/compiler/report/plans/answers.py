@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from shardwright.common.words import in_bytes, in_flops, in_thousands, in_time
+from shardwright.compiler.mesh.mesh import PIPELINE
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.text import kinds_in_words, layers_computed_again, proof
-from shardwright.compiler.report.plans.summary import PlanSummary, Stored
+from shardwright.compiler.report.plans.summary import PlanSummary, ScheduleSummary, Stored
 
 NOT_ASKED = "type --what-if to plan it again, on one more host and with twice the memory"
-Question = Literal["plan", "run", "speed", "memory", "binds", "what if", "proof"]
+_SHOWN = 4  # parameters that several stages read
+Question = Literal["plan", "run", "speed", "memory", "why so many stages", "binds", "what if", "proof"]
 
 
 class Answer(NamedTuple):
@@ -23,16 +25,76 @@ class Answer(NamedTuple):
 
 def answers(plan: Plan, summary: PlanSummary, what_if: str = NOT_ASKED) -> list[Answer]:
     """Return the head of the page; ``what_if`` is what one more host, or twice the memory, would change."""
+    if summary.schedule is not None:
+        return staged_answers(plan, summary, summary.schedule, what_if)
     found = [
         Answer("plan", _named(summary)),
         Answer("run", f"{_precision(summary)}; {_storage(summary)}; {_recomputed(plan)}"),
         *(Answer("speed", text) for text in _speed(summary)),
         Answer("memory", _held(plan, summary)),
+        *_tried_stages(summary),
         Answer("binds", _binds(summary)),
         Answer("what if", what_if),
         Answer("proof", proof(plan)),
     ]
     return [answer for answer in found if answer.text]
+
+
+def staged_answers(plan: Plan, summary: PlanSummary, schedule: ScheduleSummary, what_if: str) -> list[Answer]:
+    """Return the head of the page of a plan with pipeline stages."""
+    mesh = " ".join(f"{axis.name}={axis.size}" for axis in plan.devices.axes)
+    named = f"mode {summary.mode}, search {summary.search}, mesh {mesh}, {summary.devices} devices"
+    limit = f" of {in_bytes(summary.memory)} that a device may hold" if summary.memory else ""
+    found = [
+        Answer("plan", f"{named}; {len(summary.stages)} stages, {_scheduled(schedule)}"),
+        Answer("run", f"{_recomputed(plan)}; {_holding(plan)}"),
+        *(Answer("speed", text) for text in _staged_speed(plan, summary, schedule)),
+        Answer("memory", f"{in_bytes(plan.held.total)}{limit} where most is held: {kinds_in_words(plan, plan.held)}"),
+        Answer("memory", f"which a group of ranks holds of {_begun(schedule)} microbatches at once"),
+        *_tried_stages(summary),
+        Answer("what if", what_if),
+    ]
+    return [answer for answer in found if answer.text]
+
+
+def _scheduled(schedule: ScheduleSummary) -> str:
+    return f"{schedule.microbatches} microbatches, schedule {schedule.name}"
+
+
+def _staged_speed(plan: Plan, summary: PlanSummary, schedule: ScheduleSummary) -> Iterator[str]:
+    done, stages = summary.throughput, summary.stages
+    slowest = max(range(len(stages)), key=lambda at: stages[at].forward_s + stages[at].backward_s)
+    yield f"{_step(summary)}; model FLOPs utilisation {done.utilisation:.1%}"
+    exchanged = " and parameters exchanged" if plan.moved_between_stages else ""
+    yield (
+        f"{in_time(schedule.line_s)} of it the microbatches go through the stages, of which stage {slowest}, the "
+        f"slowest, waits {schedule.bubble:.1%}; {in_time(schedule.exchange_s)} gradients are summed over ranks"
+        f"{exchanged}, and {in_time(summary.updating_s)} parameters are updated"
+    )
+
+
+def _begun(schedule: ScheduleSummary) -> str:
+    """Return of how many microbatches groups hold what the backward needs, whole ones where stages are interleaved."""
+    held = [f"{count:.3g}" for count in schedule.held_microbatches]
+    return held[0] if len(set(held)) == 1 else f"{held[0]} (the first) to {held[-1]} (the last)"
+
+
+def _holding(plan: Plan) -> str:
+    """Return in words which ranks hold parameters, and the states of the optimizer."""
+    states = f"and the states of {plan.optimizer.name}"
+    if not plan.moved_between_stages:
+        return f"each stage holds its own parameters {states}"
+    labels = [plan.capture.values[name].label for name in plan.capture.values if name in plan.moved_between_stages]
+    some = ", ".join(labels[:_SHOWN]) + (f" and {len(labels) - _SHOWN} more" if len(labels) > _SHOWN else "")
+    return (
+        f"each stage holds its own parameters {states}; {some}, which several stages read, "
+        f"{'is' if len(labels) == 1 else 'are'} sharded over {PIPELINE} and exchanged in each step"
+    )
+
+
+def _tried_stages(summary: PlanSummary) -> Iterator[Answer]:
+    if summary.tried_stages:
+        yield Answer("why so many stages", "; ".join(map(str, summary.tried_stages)))
 
 
 def in_lines(found: list[Answer]) -> str:
@@ -79,11 +141,16 @@ def _recomputed(plan: Plan) -> str:
     return f"activation checkpointing of {names}" if names else "no activation checkpointing"
 
 
-def _speed(summary: PlanSummary) -> Iterator[str]:
-    done, step_s = summary.throughput, summary.step_s
+def _step(summary: PlanSummary) -> str:
+    done = summary.throughput
     kind, per_s = ("tokens", done.tokens_s) if done.tokens else ("samples", done.rows_s)
     each = f"{in_thousands(per_s)} {kind}/s, {in_thousands(per_s / summary.devices)} a device"
-    yield f"a step of {done.rows:,} samples takes {in_time(step_s)} on {summary.hardware}: {each}"
+    return f"a step of {done.rows:,} samples takes {in_time(summary.step_s)} on {summary.hardware}: {each}"
+
+
+def _speed(summary: PlanSummary) -> Iterator[str]:
+    done, step_s = summary.throughput, summary.step_s
+    yield _step(summary)
     peak = f"of {in_flops(done.peak_flops)}"
     hidden = f", {in_time(summary.hidden_s)} hidden" if summary.hidden_s else ""
     yield (
@@ -99,6 +166,7 @@ def _speed(summary: PlanSummary) -> Iterator[str]:
 
 def _held(plan: Plan, summary: PlanSummary) -> str:
     limit = f" of {in_bytes(summary.memory)} that a device may hold" if summary.memory else " on each device"
+    assert summary.peak_bytes is not None  # of plans without stages it is known
     alive = f"at most {in_bytes(summary.peak_bytes)} are alive at once, in the {summary.peak_at}"
     if summary.memory and (over := summary.peak_bytes - summary.memory) > 0:
         alive = f"{alive}: {in_bytes(over)} too much, so type a --memory that is smaller by that"

@@ -7,11 +7,11 @@ from typing import Any
 
 from shardwright.common.words import in_bytes, in_time
 from shardwright.compiler.plan.baselines import BASELINES
+from shardwright.compiler.plan.pipeline.prices import prices_of
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.hardware import Hardware
 from shardwright.compiler.plan.request import PlanRequest
 from shardwright.compiler.plan.text import table
-from shardwright.compiler.plan.timing.prices import Prices
 from shardwright.errors import PlanError
 
 
@@ -57,14 +57,14 @@ def comparison(plans: Mapping[str, Plan | str], hardware: Hardware) -> str:
 
 
 def _numbers(plan: Plan, hardware: Hardware) -> dict[str, float]:
-    prices = Prices(plan, hardware)
+    prices = prices_of(plan, hardware)
     return {
         "step_s": prices.step_s,
         "computing_s": prices.computing_s,
         "communicating_s": prices.communicating_s,
         "exposed_s": prices.exposed_s,
         "updating_s": prices.updating_s,
-        "sent_bytes": plan.moved_bytes(),
+        "sent_bytes": prices.sent_bytes,
         "parameter_bytes": plan.held.parameters,
         "held_bytes": plan.held.total,
     }

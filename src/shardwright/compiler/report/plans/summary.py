@@ -16,7 +16,11 @@ import torch
 from shardwright.compiler.capture.ir import Node, Value
 from shardwright.compiler.lower.liveness import peak_of
 from shardwright.compiler.lower.lower import lower
+from shardwright.compiler.mesh.mesh import TriedStages
 from shardwright.compiler.plan.decisions import Decisions
+from shardwright.compiler.plan.device_memory import DeviceMemory
+from shardwright.compiler.plan.pipeline.costs import StagedCosts
+from shardwright.compiler.plan.pipeline.prices import StagedPrices, prices_of
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.cost import BACKWARD, COMPUTING_PARTS, ComputingPart
 from shardwright.compiler.plan.pricing.hardware import Hardware
@@ -25,7 +29,7 @@ from shardwright.compiler.plan.timing.costs import Communication
 from shardwright.compiler.plan.timing.prices import Prices
 from shardwright.compiler.plan.timing.throughput import Throughput, main_dtype
 
-Limit = Literal["compute", "links", "update", "memory"]
+Limit = Literal["compute", "links", "update", "stages", "memory"]
 NEARLY = 0.95  # of the memory that a device may hold
 Slices = tuple[tuple[int, ...], ...]
 
@@ -95,6 +99,32 @@ class CollectiveRow:
 
 
 @dataclass(frozen=True)
+class ScheduleSummary:
+    """The order in which microbatches go through stages; ``bubble`` is the share in which the busiest ranks wait."""
+
+    name: str
+    microbatches: int
+    groups: int
+    bubble: float
+    line_s: float  # from the first forward to the last backward
+    exchange_s: float  # once in a step: gradients summed, and parameters that several stages read exchanged
+    held_microbatches: tuple[float, ...]  # of each group, of which it holds at once what the backward needs
+
+
+@dataclass(frozen=True)
+class StageSummary:
+    """A pipeline stage: its outermost modules, what it takes for a microbatch, and what each rank of it holds."""
+
+    group: int  # of ranks: their coordinate on the axis of stages
+    modules: tuple[str, ...]
+    operators: int
+    forward_s: float
+    backward_s: float
+    message_s: float  # to the next stage, and as much back
+    held_bytes: dict[str, int]
+
+
+@dataclass(frozen=True)
 class PlanSummary:
     """A plan in numbers. Rows of modules stand in the order of the model, the others most expensive first."""
 
@@ -121,7 +151,7 @@ class PlanSummary:
     binds: tuple[Limit, ...]  # what takes most of a step, and memory where a limit of it is reached
     sent_bytes: float
     held_bytes: dict[str, int]
-    peak_bytes: int  # alive at once at most, and where
+    peak_bytes: int | None  # alive at once at most, and where; of plans with stages it is not looked for
     peak_at: str
     memory: int | None
     optimizer: str
@@ -129,21 +159,26 @@ class PlanSummary:
     certificate: Certificate | None
     recomputed: tuple[str, ...]  # the modules of whose inside nothing is kept
     considered: tuple[str, ...]  # what was found on each mesh, where several were searched
+    waiting_s: float  # for microbatches
+    schedule: ScheduleSummary | None  # of a plan with pipeline stages
+    stages: tuple[StageSummary, ...]
+    tried_stages: tuple[TriedStages, ...]  # where their number was looked for
     modules: tuple[ModuleRow, ...] = field(repr=False)
     operators: tuple[OperatorRow, ...] = field(repr=False)
     collectives: tuple[CollectiveRow, ...] = field(repr=False)
 
 
-def plan_summary(plan: Plan, hardware: Hardware) -> PlanSummary:
-    """The numbers of a plan on ``hardware``."""
-    prices = Prices(plan, hardware)
-    operators = _operators(plan, prices)
-    peak, dtype = peak_of(plan, lower(plan, 0, overlap=hardware.prefetches)), _name(main_dtype(plan.graph))
+def plan_summary(plan: Plan, hardware: Hardware, prices: Prices | None = None) -> PlanSummary:
+    """The numbers of a plan on ``hardware``, whose ``prices`` of the plan may be there already."""
+    prices = prices or prices_of(plan, hardware)
+    operators, dtype = _operators(plan, prices), _name(main_dtype(plan.graph))
+    peak = None if plan.stages else peak_of(plan, lower(plan, 0, overlap=hardware.prefetches))
+    staged = prices.of_stages if isinstance(prices, StagedPrices) else None
     return PlanSummary(
         plan.mode,
         plan.search,
-        plan.mesh.size,
-        -(-plan.mesh.size // (hardware.ranks_per_host or plan.mesh.size)),
+        plan.devices.size,
+        -(-plan.devices.size // (hardware.ranks_per_host or plan.devices.size)),
         dict(plan.shown_mesh.sizes),
         hardware.name,
         dtype,
@@ -160,21 +195,52 @@ def plan_summary(plan: Plan, hardware: Hardware) -> PlanSummary:
         hardware.around_s,
         _repeated_s(plan, prices),
         _longest(plan, prices),
-        _binds(plan, prices, peak.bytes),
-        plan.moved_bytes(),
-        {**dict(plan.held.kinds()), "total": plan.held.total},
-        peak.bytes,
-        f"{peak.direction} of {peak.at}",
+        _binds(plan, prices, peak.bytes if peak else 0),
+        prices.sent_bytes,
+        _by_kind(plan.held),
+        peak.bytes if peak else None,
+        f"{peak.direction} of {peak.at}" if peak else "",
         plan.memory,
         plan.optimizer.name,
         sum(row.replicated_s for row in operators),
         _certificate(plan),
         tuple(sorted(plan.recomputed)),
         tuple(plan.considered),
+        prices.waiting_s,
+        _schedule(staged) if staged else None,
+        tuple(_stages(staged)) if staged else (),
+        plan.tried,
         tuple(_modules(plan, prices)),
         operators,
         _collectives(plan, prices),
     )
+
+
+def _by_kind(held: DeviceMemory) -> dict[str, int]:
+    return {**dict(held.kinds()), "total": held.total}
+
+
+def _schedule(costs: StagedCosts) -> ScheduleSummary:
+    cut = costs.cut
+    name = f"{cut.schedule}:{cut.each}" if cut.each > 1 else cut.schedule
+    held = tuple(count / cut.each for count in costs.run.held)
+    return ScheduleSummary(name, cut.microbatches, cut.count, costs.idle, costs.line_s, costs.exchange_s, held)
+
+
+def _stages(costs: StagedCosts) -> Iterator[StageSummary]:
+    for number, stage in enumerate(costs.stages):
+        seconds = stage.forward_s, stage.backward_s, stage.message_s
+        modules = tuple(_outermost(stage.modules))
+        yield StageSummary(costs.cut.group(number), modules, stage.operators, *seconds, _by_kind(stage.held))
+
+
+def _outermost(names: Sequence[str]) -> Iterator[str]:
+    """Yield modules, of those in one another the outermost, equal ones together."""
+    outermost = [name for name in names if name and not any(name.startswith(f"{of}.") for of in names if of)]
+    alike: dict[str, list[str]] = defaultdict(list)
+    for name in outermost:
+        alike[template(name)].append(name)
+    yield from map(joined, alike.values())
 
 
 def _binds(plan: Plan, prices: Prices, peak_bytes: int) -> tuple[Limit, ...]:
@@ -183,7 +249,12 @@ def _binds(plan: Plan, prices: Prices, peak_bytes: int) -> tuple[Limit, ...]:
     It does where it holds nearly all of that, or would hold more if it recomputed nothing and gathered nothing again,
     or where more is alive at once.
     """
-    taking: dict[Limit, float] = {"compute": prices.computing_s, "links": prices.exposed_s, "update": prices.updating_s}
+    taking: dict[Limit, float] = {
+        "compute": prices.computing_s,
+        "links": prices.exposed_s,
+        "update": prices.updating_s,
+        "stages": prices.waiting_s,
+    }
     first = max(taking, key=lambda limit: taking[limit])
     if plan.memory is None:
         return (first,)
@@ -226,25 +297,25 @@ def _copies(plan: Decisions, name: str) -> Iterator[str]:
 
 
 def _repeated_s(plan: Decisions, prices: Prices) -> float:
-    computing_s = sum(prices.forward_s(node) for node in plan.capture.nodes if node.name in plan.computed_again)
+    computing_s = sum(prices.forward_s(node) for node in prices.nodes if node.name in plan.computed_again)
     return computing_s + sum(moved.again_s for moved in prices.moved)
 
 
 def _longest(plan: Decisions, prices: Prices) -> dict[ComputingPart, float]:
     found: dict[ComputingPart, float] = dict.fromkeys(COMPUTING_PARTS, 0.0)
-    for node in plan.capture.nodes:
+    for node in prices.nodes:
         part = prices.objective.longest_part(plan.graph, node, plan.strategies[node.name], plan.mesh)
         found[part] += prices.computes_s[node.name]
     return found
 
 
-def _in_bf16(plan: Decisions, hardware: Hardware) -> float | None:
+def _in_bf16(plan: Plan, hardware: Hardware) -> float | None:
     """Return the seconds of a step on GPUs at their speed in bfloat16; what is moved is counted as it is."""
     faster = hardware.flops_in(torch.bfloat16)
     if hardware.device_type != "cuda" or faster <= hardware.flops_in(torch.float32):
         return None
     flops = tuple((name, faster if name == "float32" else speed) for name, speed in hardware.flops)
-    return Prices(plan, replace(hardware, flops=flops)).step_s
+    return prices_of(plan, replace(hardware, flops=flops)).step_s
 
 
 def _certificate(plan: Decisions) -> Certificate | None:
@@ -300,7 +371,7 @@ def _module_row(plan: Decisions, prices: Prices, names: Sequence[str], modules: 
 def _operators(plan: Decisions, prices: Prices) -> tuple[OperatorRow, ...]:
     alike: dict[tuple[str, str, str, int], list[Node]] = defaultdict(list)
     for node in plan.capture.nodes:
-        parts = plan.mesh.extent(plan.strategies[node.name].used)
+        parts = plan.parts(node)
         alike[node.op, template(node.scope), node.source.partition(" in ")[0], parts].append(node)
     rows = [
         OperatorRow(
@@ -319,10 +390,10 @@ def _operators(plan: Decisions, prices: Prices) -> tuple[OperatorRow, ...]:
 
 
 def _replicated_s(plan: Decisions, prices: Prices, node: Node, parts: int) -> float:
-    """Return the seconds that an operator would take less, were its work shared by all devices."""
+    """Return the seconds that an operator would take less, were its work shared by all devices (of its stage)."""
     spent = prices.computes_s[node.name]
     floor = prices.hardware.launch_s * (1 + BACKWARD * plan.graph.needs_gradient(node))
-    return spent - max(spent * parts / plan.mesh.size, min(floor, spent))
+    return spent - max(spent * parts / plan.sharers.size, min(floor, spent))
 
 
 def _collectives(plan: Decisions, prices: Prices) -> tuple[CollectiveRow, ...]:
