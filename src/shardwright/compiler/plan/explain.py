@@ -17,6 +17,7 @@ from functools import cached_property
 from shardwright.common.words import in_bytes, in_time
 from shardwright.compiler.capture.ir import Node, Value
 from shardwright.compiler.mesh.layout import Layout
+from shardwright.compiler.mesh.mesh import MICROBATCHES
 from shardwright.compiler.plan.decisions import Decisions
 from shardwright.compiler.plan.pricing.graph import target_of
 from shardwright.compiler.plan.pricing.hardware import Hardware
@@ -58,9 +59,8 @@ class Alternative:
 class Explainer:
     """Answers about one plan, whose prices are those of ``hardware``."""
 
-    def __init__(self, plan: Decisions, hardware: Hardware) -> None:
-        self.plan, self.prices = plan, Prices(plan, hardware)
-        self.known = CostCache(plan.graph, self.prices.bounding, plan.mesh)
+    def __init__(self, plan: Decisions, hardware: Hardware, prices: Prices | None = None) -> None:
+        self.plan, self.prices = plan, prices or Prices(plan, hardware)
         self.nodes = {node.name: node for node in plan.capture.nodes}
         self.parameters = {value.label: value for value in plan.capture.of_kind("parameter")}
 
@@ -82,6 +82,14 @@ class Explainer:
             f"the plan has no module, operator or parameter {name!r}; near it: {', '.join(near) or 'nothing'}; "
             "print(plan) shows every operator with its module"
         )
+
+    @cached_property
+    def known(self) -> CostCache:
+        """The costs that alternatives are found by.
+
+        Cached: the plan and its prices are frozen.
+        """
+        return CostCache(self.plan.graph, self.prices.bounding, self.plan.mesh)
 
     @cached_property
     def modules(self) -> dict[str, None]:
@@ -117,20 +125,17 @@ class Explainer:
         if values:
             yield self._parameters(values)
         yield _communication(moved)
-        longest = sorted(nodes, key=lambda node: -self._spent(node))[:MOST_OPERATORS]
-        if longest:
-            whys = [f"{node.name}: {self.reasons(node)}" for node in nodes if node in longest]
-            which = "why" if len(whys) == len(nodes) else f"why, for the {len(whys)} operators that take longest"
-            yield "\n".join([f"{which}:", *whys, self._freedom()])
+        if nodes:
+            yield "\n".join([*self._why_all(nodes), self._freedom()])
 
     def _operator(self, node: Node) -> Iterator[str]:
         yield f"{node.name}: the operator {node.op} in {node.scope or 'the loss function'}, {node.source}"
         rule, strategy = self.plan.graph.rules[node.name], self.plan.strategies[node.name]
         slices = f"{in_tuples(self.plan.in_strategy(node))} -> {in_tuples(self.plan.out_strategy(node))}"
-        shared = self.plan.mesh.extent(strategy.used)
         lines = [f"strategy, in slices of operands -> results: {slices}", *self._words(node, strategy)]
         takes = in_time(self.prices.computes_s[node.name])
-        lines.append(f"It computes {takes}, shared by {shared} of {self.plan.mesh.size} devices. Its rule: {rule}")
+        shared = f"{self.plan.parts(node)} of {self.plan.sharers.size} devices"
+        lines.append(f"It computes {takes}, shared by {shared}. Its rule: {rule}")
         yield "\n".join(lines)
         yield _communication([m for m in self.prices.moved if self._concerns(m, node)])
         yield "\n".join(["why: " + self.reasons(node), self._freedom()])
@@ -144,13 +149,20 @@ class Explainer:
             f"{node.name} in {node.scope or '-'} needs it as {self.plan.target(node, i).layout}" for node, i in uses
         ]
         yield "\n".join([*lines, _communication([m for m in self.prices.moved if m.value == value.name])])
+        yield f"why: {self._why_stored(value)}.\n{self._freedom()}"
+
+    def _why_all(self, nodes: Sequence[Node]) -> Iterator[str]:
+        longest = sorted(nodes, key=lambda node: -self._spent(node))[:MOST_OPERATORS]
+        whys = [f"{node.name}: {self.reasons(node)}" for node in nodes if node in longest]
+        yield "why:" if len(whys) == len(nodes) else f"why, for the {len(whys)} operators that take longest:"
+        yield from whys
+
+    def _why_stored(self, value: Value) -> str:
         best = self.next_layout(value)
         if best is None:
-            why = "why: no operator that reads it could use it in another layout"
-        else:
-            assert best.layout is not None
-            why = f"why: the next best layout, {best.layout}, {_costs(best.more_s)}"
-        yield f"{why}.\n{self._freedom()}"
+            return "no operator that reads it could use it in another layout"
+        assert best.layout is not None
+        return f"the next best layout, {best.layout}, {_costs(best.more_s)}"
 
     # Words
 
@@ -185,26 +197,26 @@ class Explainer:
     def _cuts(self, node: Node) -> Iterator[str]:
         """The dims over which the work is split, in short: ``dim 1 of the result over tp``."""
         rule, strategy = self.plan.graph.rules[node.name], self.plan.strategies[node.name]
-        for factor, axes in zip(rule.factors, strategy.axes, strict=True):
-            if axes:
+        for factor, taken in zip(rule.factors, strategy.axes, strict=True):
+            if axes := _of_ranks(taken):
                 yield f"{_places(factor.name, rule, node, self.plan)[-1]} over {'·'.join(axes)}"
-        if strategy.partial:
-            yield f"summands over {'·'.join(strategy.partial)}"
+        if partial := _of_ranks(strategy.partial):
+            yield f"summands over {'·'.join(partial)}"
 
     def _words(self, node: Node, strategy: Strategy) -> Iterator[str]:
         """A sentence for each axis, or group of axes, of the mesh."""
         rule, mesh = self.plan.graph.rules[node.name], self.plan.mesh
         for at, (factor, taken) in enumerate(zip(rule.factors, strategy.axes, strict=True)):
             where, together = ", ".join(_places(factor.name, rule, node, self.plan)), rule.shared(at, strategy)
-            axes = tuple(axis for axis in taken if axis not in together)
+            axes = tuple(axis for axis in _of_ranks(taken) if axis not in together)
             if together:
                 yield f"Of {where} each device holds its part; {_TOGETHER[factor.kind]} over {'·'.join(together)}."
             if axes:
                 parts = f"Over {'·'.join(axes)} the work is cut into {mesh.extent(axes)}"
                 yield f"{parts}: {where} (factor {factor.name}){_KINDS[factor.kind]}."
-        if strategy.partial:
-            yield f"Over {'·'.join(strategy.partial)} each device works on its summand of what is not added up yet."
-        idle = [axis for axis in mesh.names if axis not in strategy.used]
+        if partial := _of_ranks(strategy.partial):
+            yield f"Over {'·'.join(partial)} each device works on its summand of what is not added up yet."
+        idle = [axis for axis in _of_ranks(mesh.names) if axis not in strategy.used]
         if idle:
             yield f"Over {'·'.join(idle)} all devices do the same work."
 
@@ -401,6 +413,11 @@ class Explainer:
                     found[neighbour.name] = None
                     pending.append(neighbour)
         return tuple(found)
+
+
+def _of_ranks(axes: Sequence[str]) -> tuple[str, ...]:
+    """Return the axes over which ranks differ: not that of microbatches, which each of them works through."""
+    return tuple(axis for axis in axes if axis != MICROBATCHES)
 
 
 def _within(name: str, module: str) -> bool:

@@ -171,8 +171,13 @@ class Plan(Decisions):
             hardware: whose seconds; by default those of what the plan was priced with, which tell the truth about why.
 
         Raises:
-            UsageError: where nothing has that name, with the names that are near.
+            UsageError: where nothing has that name, with the names that are near; where the plan has pipeline stages.
         """
+        if self.stages is not None:
+            raise UsageError(
+                f"this plan has {self.stages.total} pipeline stages: save it, and type shardwright plan FILE.py:build "
+                f"--load plan.json --explain {name}"
+            )
         from shardwright.compiler.plan.explain import Explainer  # searches for alternatives, and loads the searches
 
         return Explainer(self, read_hardware(hardware or self.hardware or "cpu")).answer(name)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from shardwright.common.words import in_bytes
 from shardwright.compiler.capture.ir import Node
 from shardwright.compiler.mesh.layout import Layout
+from shardwright.compiler.mesh.mesh import MICROBATCHES
 from shardwright.compiler.plan.decisions import Decisions
 from shardwright.compiler.plan.device_memory import DeviceMemory, device_memory_of
 from shardwright.compiler.plan.searches import SEARCHES, Search
@@ -70,19 +71,22 @@ def layers_computed_again(plan: Decisions) -> str:
 
 
 def plan_text(plan: Decisions) -> str:
-    """Three tables: what every operator does, every collective, and what each module holds and moves."""
+    """Three tables: what every operator does, every collective, and what each module holds and moves.
+
+    With pipeline stages each is that of a microbatch within its stage.
+    """
     unlisted = plan.graph.unlisted
-    finer = f" cut into {plan.mesh}" if len(plan.mesh.axes) > len(plan.shown_mesh.axes) else ""
+    finer = f" cut into {plan.mesh}" if len(plan.mesh.axes) > len(plan.shown_mesh.axes) and not plan.stages else ""
     sent = {"forward": 0.0, "backward": 0.0}
-    for priced in plan.collectives():
+    for priced in plan.collectives_of_ranks():
         sent[priced.direction] += priced.bytes
     parts = [
         f"plan: mode {plan.mode}, search {plan.search}, mesh {plan.shown_mesh}{finer}, {plan.devices.size} devices",
+        *_staged(plan),
         _operators(plan),
         _collectives(plan),
         _modules(plan),
-        f"each device sends {in_bytes(plan.moved_bytes())} per step ({in_bytes(sent['forward'])} forward, "
-        f"{in_bytes(sent['backward'])} backward) and holds {holds(plan, device_memory_of(plan, plan.optimizer))}",
+        f"{_sends(plan, sent)} holds {holds(plan, device_memory_of(plan, plan.optimizer))}",
         *computed_again(plan),
         *certificate(plan),
     ]
@@ -90,6 +94,22 @@ def plan_text(plan: Decisions) -> str:
         names = ", ".join(sorted({node.op for node in unlisted}))
         parts.append(f"without a rule, run whole on every device: {names}")
     return "\n\n".join(parts)
+
+
+def _sends(plan: Decisions, sent: Mapping[str, float]) -> str:
+    ways = f"{in_bytes(sent['forward'])} forward, {in_bytes(sent['backward'])} backward"
+    if plan.stages is None:
+        return f"each device sends {in_bytes(sum(sent.values()))} per step ({ways}) and"
+    return f"of each microbatch {ways} are sent in all stages together; where most is held a device"
+
+
+def _staged(plan: Decisions) -> Iterator[str]:
+    """Yield the line about pipeline stages, where there are some."""
+    if (stages := plan.stages) is not None:
+        yield (
+            f"{stages.total} pipeline stages on {stages.count} groups of ranks, {stages.microbatches} microbatches, "
+            f"schedule {stages.schedule}; operators and collectives are those of a microbatch"
+        )
 
 
 def holds(plan: Decisions, held: DeviceMemory) -> str:
@@ -158,19 +178,21 @@ def in_unit(cost: float, row: Search) -> str:
 
 
 def _operators(plan: Decisions) -> str:
-    rows = [("operator", "in strategy", "out strategy", "partial", "module", "source")]
+    stages = plan.stages
+    rows = [("operator", *["stage"] * bool(stages), "in strategy", "out strategy", "partial", "module", "source")]
     for node in plan.capture.nodes:
-        partial = "·".join(plan.layout(node.results[0]).partial) if node.results else ""
+        partial = "·".join(plan.layout(node.results[0]).without(MICROBATCHES).partial) if node.results else ""
         pinned = " (pinned)" if plan.pin_of(node) is not None else ""
         strategies = in_tuples(plan.in_strategy(node)), in_tuples(plan.out_strategy(node))
         line = node.source.partition(" in ")[0]  # the dumps show what stands there
-        rows.append((node.name + pinned, *strategies, partial, node.scope or "-", line))
+        stage = [str(stages.of.get(node.name, "-"))] if stages else []
+        rows.append((node.name + pinned, *stage, *strategies, partial, node.scope or "-", line))
     return table(rows)
 
 
 def _collectives(plan: Decisions) -> str:
     rows = [("collective", "direction", "axes", "ranks of rank 0", "of", "sent")]
-    found = list(plan.collectives())
+    found = list(plan.collectives_of_ranks())
     for priced in found:
         c = priced.collective
         ranks = in_ranks(plan.mesh.group(0, c.axes))
@@ -184,7 +206,7 @@ def _modules(plan: Decisions) -> str:
         module = value.label.rpartition(".")[0]
         held[module] = held.get(module, 0) + plan.bytes_of(value)
     sent: dict[str, float] = {}
-    for priced in plan.collectives():
+    for priced in plan.collectives_of_ranks():
         sent[priced.module] = sent.get(priced.module, 0) + priced.bytes
     rows = [("module", "parameters held", "bytes sent")]
     for module in dict.fromkeys([*held, *sent]):
@@ -208,15 +230,24 @@ def difference(ours: Decisions, theirs: Decisions) -> str:
 
 def _heads(ours: Decisions, theirs: Decisions) -> Iterator[str]:
     for name, plan in (("this plan", ours), ("the other", theirs)):
-        yield f"{name}: mode {plan.mode}, search {plan.search}, mesh {plan.mesh}, {plan.mesh.size} devices"
+        mesh = plan.mesh if plan.stages is None else plan.devices
+        staged = f"; {next(_staged(plan))}" if plan.stages else ""
+        yield f"{name}: mode {plan.mode}, search {plan.search}, mesh {mesh}, {mesh.size} devices{staged}"
 
 
 def _totals(ours: Decisions, theirs: Decisions) -> Iterator[tuple[str, str, str]]:
-    yield "sends", in_bytes(ours.moved_bytes()), in_bytes(theirs.moved_bytes())
-    yield "holds of parameters", in_bytes(ours.held_bytes()), in_bytes(theirs.held_bytes())
+    if ours.stages is None and theirs.stages is None:
+        yield "sends", in_bytes(ours.moved_bytes()), in_bytes(theirs.moved_bytes())
+    yield "holds of parameters", _parameters_held(ours), _parameters_held(theirs)
     if ours.recomputed != theirs.recomputed:
         layers = [layers_computed_again(plan) or "nothing" for plan in (ours, theirs)]
         yield "activation checkpointing", layers[0], layers[1]
+
+
+def _parameters_held(plan: Decisions) -> str:
+    """Return the bytes on each device, or on the one that holds most."""
+    of_stages = plan.stages is not None
+    return in_bytes(device_memory_of(plan, plan.optimizer).parameters if of_stages else plan.held_bytes())
 
 
 def _differing(head: str, what: str, found: list[tuple[str, str, str, str]], of: int) -> Iterator[str]:
@@ -245,11 +276,9 @@ def _differing_operators(ours: Decisions, theirs: Decisions) -> Iterator[tuple[s
 
 
 def _does(plan: Decisions, node: Node, by_axes: bool) -> str:
-    rule, strategy = plan.graph.rules[node.name], plan.strategies[node.name]
-    operands = [rule.operand_layout(i, strategy) for i in range(len(node.operands))]
-    results = [rule.result_layout(i, strategy, plan.mesh) for i in range(len(node.results))]
-    sides = (" ".join(_text(plan, layout, by_axes) for layout in side) or "-" for side in (operands, results))
-    return " -> ".join(sides)
+    sides = (" ".join(_text(plan, layout, by_axes) for layout in side) or "-" for side in plan.worked_on(node))
+    stage = plan.stages and plan.stages.of.get(node.name)
+    return " -> ".join(sides) + ("" if stage is None else f" in stage {stage}")
 
 
 def _differing_leaves(ours: Decisions, theirs: Decisions) -> Iterator[tuple[str, str, str, str]]:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from shardwright.common.stages import StageRow, recorded
 from shardwright.compiler.mesh.mesh import PIPELINE, SEARCHED_STAGES, UNNAMED, Mesh
+from shardwright.compiler.plan.pipeline.explained import explained
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.hardware import read_hardware
 from shardwright.compiler.plan.pricing.memory import states_of
@@ -57,8 +58,7 @@ class PlannedFile:
 
     def explained(self, name: str) -> str:
         """Return what the plan does with a module, an operator or a parameter, and why; as `Plan.explain`."""
-        self._refuse_stages("--explain")
-        return self.plan.explain(name, self.request.hardware)
+        return explained(self.plan, name, self.request.hardware)
 
     def document(self, *, compared: bool = False) -> dict[str, Any]:
         """The page as JSON has it; docs/planning.md lists the keys."""
