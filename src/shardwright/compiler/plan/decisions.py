@@ -143,10 +143,19 @@ class Decisions:
         Cached: the plan is frozen.
         """
         assert self.stages is not None
+        return {name: frozenset(map(self.stages.group, stages)) for name, stages in self.needed_in.items()}
+
+    @cached_property
+    def needed_in(self) -> Mapping[str, frozenset[int]]:
+        """The pipeline stages that compute with each value, or with what follows from it and has no stage of its own.
+
+        Cached: the plan is frozen.
+        """
+        assert self.stages is not None
         found: dict[str, frozenset[int]] = {}
         for node in reversed(self.capture.nodes):
             if (stage := self.stages.of.get(node.name)) is not None:
-                stages = frozenset([self.stages.group(stage)])
+                stages = frozenset([stage])
             else:
                 stages = frozenset[int]().union(*(found.get(name, frozenset()) for name in node.results))
             for name in node.operands:

@@ -52,7 +52,6 @@ class PlannedFile:
 
     def with_comparison(self) -> str:
         """The page, and the plans that people know by name beside this one."""
-        self._refuse_stages("--compare")
         table = comparison(self._known_plans, self.request.hardware)
         return self._with_notes(f"{self._page}\n\n{table}")
 
@@ -87,7 +86,6 @@ class PlannedFile:
         Raises:
             PlanError: where ``beside`` is no plan of this model.
         """
-        self._refuse_stages("--html")
         plans = {"this plan": self.plan}
         if beside is not None:
             plans[Path(beside).name] = Plan.load(beside, self.plan.graph)

@@ -20,7 +20,12 @@ from shardwright.compiler.plan.pricing.memory import local_bytes
 
 def explained(plan: Plan, name: str, hardware: Hardware) -> str:
     """Explain what a plan, with pipeline stages or without, does with ``name``; as `Plan.explain`."""
-    return (Explainer(plan, hardware) if plan.stages is None else StagedExplainer(plan, hardware)).answer(name)
+    return explainer_of(plan, hardware).answer(name)
+
+
+def explainer_of(plan: Plan, hardware: Hardware) -> Explainer:
+    """Return who answers about a plan, with pipeline stages or without."""
+    return Explainer(plan, hardware) if plan.stages is None else StagedExplainer(plan, hardware)
 
 
 class StagedExplainer(Explainer):

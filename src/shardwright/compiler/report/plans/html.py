@@ -7,9 +7,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from shardwright.compiler.plan.explain import Explainer
+from shardwright.compiler.plan.pipeline.costs import StagedCosts
+from shardwright.compiler.plan.pipeline.explained import explainer_of
+from shardwright.compiler.plan.pipeline.prices import StagedPrices, prices_of
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.hardware import Hardware
+from shardwright.compiler.plan.pricing.schedule import Action
 from shardwright.compiler.plan.timing.prices import Prices
 from shardwright.compiler.report.pages.page import page_of, save_page
 from shardwright.compiler.report.plans.answers import NOT_ASKED, Answer, answers
@@ -45,6 +48,26 @@ def events_of(prices: Prices) -> list[StepEvent]:
     return sorted(found, key=lambda event: event.start_s)
 
 
+class StageEvent(NamedTuple):
+    """An action of a group of ranks of a plan with pipeline stages: forward, backward and so on of a microbatch."""
+
+    kind: str
+    stage: int
+    microbatch: int
+    start_s: float
+    seconds: float
+
+
+def stage_events_of(costs: StagedCosts) -> list[list[StageEvent]]:
+    """Return what each group of ranks does, in its order."""
+
+    def event(action: Action) -> StageEvent:
+        seconds = float(getattr(costs.seconds[action.stage], action.kind))
+        return StageEvent(*action, costs.run.ends[action] - seconds, seconds)
+
+    return [list(map(event, row)) for row in costs.table]
+
+
 MOST_ASKED = 150  # operators that are asked why: to find the next best way of one takes 20 to 200 ms
 
 
@@ -59,7 +82,8 @@ class PlanDocument:
     root: FoldedModule
     operators: Sequence[FoldedOperator]
     whys: Mapping[int, str]  # the place of an operator -> why the first plan does it so; of the longest
-    events: Sequence[Sequence[StepEvent]]  # of each plan
+    events: Sequence[Sequence[StepEvent]]  # of each plan; none where it has stages
+    schedules: Sequence[Sequence[Sequence[StageEvent]]]  # of each plan, of each group of ranks; none without stages
     places: Mapping[str, int]
 
     def to_json(self) -> dict[str, Any]:
@@ -74,6 +98,7 @@ class PlanDocument:
             "operators": [asdict(row) for row in self.operators],
             "whys": self.whys,
             "events": [[self._event(event) for event in events] for events in self.events],
+            "schedules": [[list(map(_in_ns, group)) for group in groups] for groups in self.schedules],
         }
 
     def _event(self, event: StepEvent) -> list[Any]:
@@ -86,28 +111,35 @@ def document_of(title: str, plans: Mapping[str, Plan], hardware: Hardware, what_
 
     ``what_if`` is what more hardware would change for the first plan.
     """
-    summaries = {name: plan_summary(plan, hardware) for name, plan in plans.items()}
+    prices = [prices_of(plan, hardware) for plan in plans.values()]
+    summaries = {
+        name: plan_summary(plan, hardware, known) for (name, plan), known in zip(plans.items(), prices, strict=True)
+    }
     first = next(iter(plans))
-    prices = [Prices(plan, hardware) for plan in plans.values()]
     tree = Tree(list(plans.values()), prices)
     return PlanDocument(
         title,
         summaries,
         {name: answers(plan, summaries[name], what_if if name == first else "") for name, plan in plans.items()},
-        [dict(plan.mesh.sizes) for plan in plans.values()],
+        [dict(plan.sharers.sizes) for plan in plans.values()],
         tree.root,
         tree.operators,
         _whys(next(iter(plans.values())), hardware, tree.operators),
-        [events_of(price) for price in prices],
+        [[] if isinstance(price, StagedPrices) else events_of(price) for price in prices],
+        [stage_events_of(price.of_stages) if isinstance(price, StagedPrices) else [] for price in prices],
         tree.places,
     )
 
 
 def _whys(plan: Plan, hardware: Hardware, operators: Sequence[FoldedOperator]) -> dict[int, str]:
-    why = Explainer(plan, hardware)
+    why = explainer_of(plan, hardware)
     spent = {place: row.ways[0].computes_s + row.ways[0].communicates_s for place, row in enumerate(operators)}
     longest = sorted(spent, key=lambda place: -spent[place])[:MOST_ASKED]
     return {place: why.reasons(why.nodes[operators[place].name]) for place in longest}
+
+
+def _in_ns(event: StageEvent) -> list[Any]:
+    return [*event[:3], round(event.start_s * 1e9), round(event.seconds * 1e9)]
 
 
 def _head(summary: PlanSummary) -> dict[str, Any]:

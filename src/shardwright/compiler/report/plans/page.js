@@ -8,6 +8,7 @@ const inTime = (s) => (s < 1e-12 ? "0" : unit(s, [["s", 1], ["ms", 1e-3], ["µs"
 const short = (op) => op.split(".")[1] ?? op;
 const meshText = (mesh) => Object.entries(mesh).map(([name, size]) => `${name}=${size}`).join(" ");
 const sizeOf = (plan, axes) => axes.reduce((product, axis) => product * heads[plan].atoms[axis], 1);
+const sharers = (plan) => sizeOf(plan, Object.keys(heads[plan].atoms)); // devices, or those of a stage
 const slices = (plan, tensor) => `(${tensor.cuts.map((axes) => sizeOf(plan, axes)).join(",")})`;
 const strategy = (plan, way) => {
   const side = (tensors) => tensors.map((tensor) => slices(plan, tensor)).join(" ") || "-";
@@ -16,8 +17,8 @@ const strategy = (plan, way) => {
 
 // ---- the head
 
-// The answers are those of the page of text; what is held is drawn below them.
-const answered = (head) => head.answers.filter(([question]) => question !== "memory").map(([question, text], at, all) =>
+// The answers are those of the page of text; what is held, and the numbers of stages, are drawn below them.
+const answered = (head) => head.answers.filter(([question]) => !["memory", "why so many stages"].includes(question)).map(([question, text], at, all) =>
   element("p", {}, element("b", {}, at && all[at - 1][0] === question ? "" : question), element("span", {}, text)));
 function showHead() {
   $("title").textContent = told.title;
@@ -31,14 +32,20 @@ const KINDS = {
   activations: "kept for the backward", buffers: "buffers", recomputed: "computed again",
 };
 
+// What is drawn as a bar each: a plan, of the first one the groups of ranks of its pipeline stages.
+function holders(head, plan) {
+  if (plan || !head.stages.length) return [[names[plan], head.held_bytes]];
+  const groups = Array.from({ length: head.schedule.groups }, (_, group) => head.stages.flatMap((stage, i) => (stage.group === group ? [i] : [])));
+  return groups.map((stages) => [`stage ${stages.join(", ")}`, head.stages[stages[0]].held_bytes]);
+}
 function showHeld() {
   const kinds = [...new Set(heads.flatMap((head) => Object.keys(head.held_bytes)))].filter((kind) => kind !== "total");
   const limit = heads[0].memory ?? 0;
   const most = Math.max(limit, ...heads.map((head) => head.held_bytes.total)) * 1.02 || 1;
-  const rows = heads.map((head, plan) => {
+  const rows = heads.flatMap((head, plan) => holders(head, plan)).map(([label, held]) => {
     const bar = element("div", { className: "bar", role: "img" });
     kinds.forEach((kind, i) => {
-      const bytes = head.held_bytes[kind] ?? 0;
+      const bytes = held[kind] ?? 0;
       if (!bytes) return;
       const part = element("span", { title: `${KINDS[kind] ?? kind}: ${inBytes(bytes)}` });
       part.style.cssText = `width:${(100 * bytes) / most}%;background:${colour(i)}`;
@@ -49,9 +56,9 @@ function showHeld() {
       line.style.left = `${(100 * limit) / most}%`;
       bar.append(line);
     }
-    bar.setAttribute("aria-label", kinds.map((kind) => `${KINDS[kind] ?? kind} ${inBytes(head.held_bytes[kind] ?? 0)}`).join(", "));
-    return element("div", { className: "held-row" }, element("span", {}, names[plan]), bar,
-      element("span", {}, inBytes(head.held_bytes.total)));
+    bar.setAttribute("aria-label", kinds.map((kind) => `${KINDS[kind] ?? kind} ${inBytes(held[kind] ?? 0)}`).join(", "));
+    return element("div", { className: "held-row" }, element("span", {}, label), bar,
+      element("span", {}, inBytes(held.total)));
   });
   const legend = element("p", { className: "legend" });
   kinds.forEach((kind, i) => {
@@ -60,7 +67,8 @@ function showHeld() {
     key.style.background = colour(i);
     legend.append(element("span", {}, key, ` ${KINDS[kind] ?? kind} ${inBytes(heads[0].held_bytes[kind] ?? 0)}`), " ");
   });
-  const alive = `At most ${inBytes(heads[0].peak_bytes)} are alive at once, in the ${heads[0].peak_at}.`;
+  const alive = heads[0].peak_bytes === null ? "The keys say what the fullest device holds."
+    : `At most ${inBytes(heads[0].peak_bytes)} are alive at once, in the ${heads[0].peak_at}.`;
   $("held").replaceChildren(...rows, legend, element("p", { className: "said" },
     alive + (limit ? ` A device may hold ${inBytes(limit)}.` : "")));
 }
@@ -282,7 +290,7 @@ function showDetail(row) {
   for (const plan of other ? [0, other] : [0]) {
     const way = row.ways[plan], box = element("div");
     if (other) box.append(element("h3", {}, names[plan]));
-    box.append(element("p", {}, `${strategy(plan, way)}: shared by ${way.parts} of ${heads[plan].devices} devices; computes ${inTime(way.computes_s)}, communicates ${inTime(way.communicates_s)}.`));
+    box.append(element("p", {}, `${strategy(plan, way)}: shared by ${way.parts} of ${sharers(plan)} devices${heads[plan].stages.length ? " of its stage" : ""}; computes ${inTime(way.computes_s)}, communicates ${inTime(way.communicates_s)}.`));
     const pictures = element("div", { className: "tensors" });
     way.operands.forEach((tensor) => pictures.append(figure(plan, tensor, "operand")));
     way.results.forEach((tensor) => pictures.append(figure(plan, tensor, "result")));
@@ -308,7 +316,7 @@ function figure(plan, tensor, what) {
 }
 // Devices in rows of the last axes, coloured alike where they hold the same part.
 function devices(plan, tensor) {
-  const axes = Object.entries(heads[plan].atoms), count = heads[plan].devices;
+  const axes = Object.entries(heads[plan].atoms), count = sharers(plan);
   const inner = axes.slice(1).reduce((product, [, size]) => product * size, 1);
   const across = inner > 1 && inner <= 64 ? inner : Math.min(count, 32);
   const cell = Math.max(6, Math.min(18, 640 / across)), rows = Math.ceil(Math.min(count, 2048) / across);
@@ -349,8 +357,12 @@ function endOf(events) {
   return events.reduce((last, event) => Math.max(last, event.end), 0);
 }
 let shown = 0, from = 0, to = 1, over = null;
-const lengthOf = () => endOf(lines[shown]) || 1;
+const lengthOf = () => (told.schedules[shown].length ? heads[shown].step_s : endOf(lines[shown])) || 1;
 function drawLine() {
+  const staged = told.schedules[shown].length > 0;
+  canvas.hidden = staged;
+  $("schedule").hidden = !staged;
+  if (staged) return drawSchedule(told.schedules[shown]);
   const scale = window.devicePixelRatio || 1, width = canvas.clientWidth, height = canvas.clientHeight;
   canvas.width = width * scale;
   canvas.height = height * scale;
@@ -424,14 +436,122 @@ canvas.onclick = (event) => {
   for (let row = op.parent; row; row = row.parent) open.add(row.id);
   choose(op, { scroll: true });
 };
-canvas.onwheel = (event) => { event.preventDefault(); zoom(event.deltaY > 0 ? 1.25 : 0.8, event.offsetX / canvas.clientWidth); };
-canvas.onkeydown = (event) => {
-  const act = { "+": () => zoom(0.5), "-": () => zoom(2), ArrowLeft: () => move(-0.2), ArrowRight: () => move(0.2) }[event.key];
-  if (act) { act(); event.preventDefault(); }
-};
+for (const picture of [canvas, $("schedule")]) {
+  picture.onwheel = (event) => {
+    event.preventDefault();
+    zoom(event.deltaY > 0 ? 1.25 : 0.8, (event.clientX - picture.getBoundingClientRect().left) / picture.clientWidth);
+  };
+  picture.onkeydown = (event) => {
+    const act = { "+": () => zoom(0.5), "-": () => zoom(2), ArrowLeft: () => move(-0.2), ArrowRight: () => move(0.2) }[event.key];
+    if (act) { act(); event.preventDefault(); }
+  };
+}
 $("closer").onclick = () => zoom(0.5);
 $("farther").onclick = () => zoom(2);
 $("all").onclick = () => { from = 0; to = 1; drawLine(); };
+
+// ---- pipeline stages: a row for each group of ranks, a bar for each action of a microbatch
+
+const LEFT = 56, BOTTOM = 22, SHADES = [1, 0.65, 0.85, 0.5];
+const WORDS = { forward: "forward", backward: "backward", weights: "gradients of weights" };
+const kindsOf = (groups) => [...new Set(groups.flat().map(([kind]) => kind))];
+const rowOfGroup = (groups) => Math.max(8, Math.min(26, 560 / groups.length));
+let marked = null; // a microbatch
+function drawSchedule(groups) {
+  const width = $("schedule").clientWidth || 900, high = rowOfGroup(groups), height = groups.length * high + BOTTOM;
+  const whole = lengthOf(), room = width - LEFT, kinds = kindsOf(groups), end = heads[shown].schedule.line_s;
+  const x = (s) => LEFT + ((s / whole - from) / (to - from)) * room;
+  const picture = drawn("svg", { width, height, "aria-hidden": "true" });
+  const paths = new Map(), numbers = [];
+  groups.forEach((group, row) => {
+    for (const [kind, , microbatch, start, ns] of group) {
+      const left = Math.max(LEFT, x(start * 1e-9)), right = Math.min(width, x((start + ns) * 1e-9));
+      if (right <= left) continue;
+      const key = `${kinds.indexOf(kind)} ${microbatch}`, top = row * high + 1;
+      const wide = Math.max(right - left - (right - left > 4 ? 1 : 0), 0.5);
+      paths.set(key, `${paths.get(key) ?? ""}M${left.toFixed(1)} ${top}h${wide.toFixed(1)}v${high - 2}h${(-wide).toFixed(1)}z`);
+      if (wide > 7 + 7 * String(microbatch).length && high > 12) numbers.push(drawn("text", { x: left + wide / 2, y: top + high / 2 + 3, "text-anchor": "middle", class: "number" }, microbatch));
+    }
+  });
+  for (const [key, d] of paths) {
+    const [kind, microbatch] = key.split(" ").map(Number);
+    const faint = marked !== null && marked !== microbatch;
+    picture.append(drawn("path", { d, fill: `var(${COLOURS[kind]})`, opacity: SHADES[microbatch % SHADES.length] * (faint ? 0.25 : 1) }));
+  }
+  if (x(whole) > x(end) && x(end) < width) {
+    const rest = drawn("rect", { x: Math.max(LEFT, x(end)), y: 1, width: Math.max(0, Math.min(width, x(whole)) - Math.max(LEFT, x(end))), height: groups.length * high - 2, fill: "var(--seven)" });
+    picture.append(rest);
+  }
+  picture.append(drawn("rect", { x: 0, y: 0, width: LEFT - 2, height, fill: "var(--paper)" }), ...numbers);
+  groups.forEach((_, row) => (high > 10 || row % 4 === 0) && picture.append(drawn("text", { x: LEFT - 8, y: row * high + high / 2 + 4, "text-anchor": "end" }, `pp=${row}`)));
+  for (let i = 0; i <= 4; i++) picture.append(drawn("text", { x: LEFT + (room * i) / 4, y: height - 6, "text-anchor": ["start", "middle", "middle", "middle", "end"][i] }, inTime((from + ((to - from) * i) / 4) * whole)));
+  $("schedule").replaceChildren(picture);
+}
+function actionAt(x, y) {
+  const groups = told.schedules[shown], row = groups[Math.floor(y / rowOfGroup(groups))];
+  const at = (from + ((x - LEFT) / ($("schedule").clientWidth - LEFT)) * (to - from)) * lengthOf() * 1e9;
+  return x > LEFT && row ? row.find(([, , , start, ns]) => start <= at && at <= start + ns) ?? null : null;
+}
+const atPointer = (event) => {
+  const box = $("schedule").getBoundingClientRect();
+  return actionAt(event.clientX - box.left, event.clientY - box.top);
+};
+$("schedule").onmousemove = (event) => {
+  const found = atPointer(event), before = marked;
+  marked = found && found[2];
+  $("line-said").textContent = found ? `${WORDS[found[0]] ?? found[0]} of microbatch ${found[2]} in stage ${found[1]}: ${inTime(found[4] * 1e-9)}, from ${inTime(found[3] * 1e-9)} on` : "";
+  if (marked !== before) drawLine();
+};
+$("schedule").onmouseleave = () => { marked = null; drawLine(); };
+$("schedule").onclick = (event) => { const found = atPointer(event); if (found) showStage(found[1]); };
+function showStage(stage) {
+  const row = told.root.children.find((child) => child.name === `stage ${stage}`);
+  if (!row || shown !== 0) return;
+  $("find").value = "";
+  open.add(row.id);
+  choose(row, { scroll: true });
+}
+function showKeys() {
+  const groups = told.schedules[shown];
+  if (!groups.length) return $("line-keys").replaceChildren(...lineKeys);
+  const keys = kindsOf(groups).map((kind, i) => [WORDS[kind] ?? kind, COLOURS[i]]);
+  $("line-keys").replaceChildren(...[...keys, ["gradients summed, parameters updated", "--seven"]].flatMap(([text, name]) => {
+    const key = element("i");
+    key.style.background = `var(${name})`;
+    return [key, ` ${text}`];
+  }));
+}
+const lineKeys = [...$("line-keys").childNodes];
+function showStages() {
+  const { stages, tried_stages: tried } = heads[0];
+  $("stages-section").hidden = !stages.length && !tried.length;
+  const most = Math.max(...stages.map((stage) => stage.forward_s + stage.backward_s));
+  const head = ["stage", "ranks", "modules", "operators", "forward", "backward", "both", "to the next", "each holds"];
+  const rows = stages.map((stage, i) => {
+    const both = stage.forward_s + stage.backward_s, share = element("span", { className: "share" }), part = element("i");
+    part.style.cssText = `width:${(100 * both) / most}%;background:var(--computes)`;
+    share.append(part);
+    const cells = [element("button", { type: "button", title: "show its operators", onclick: () => showStage(i) }, `stage ${i}`),
+      `pp=${stage.group}`, stage.modules.join(", "), stage.operators, inTime(stage.forward_s), inTime(stage.backward_s), inTime(both),
+      stage.message_s ? inTime(stage.message_s) : "-", inBytes(stage.held_bytes.total)];
+    const row = element("tr", {}, ...cells.map((cell, at) => element("td", { className: at > 2 ? "number" : "" }, cell)));
+    row.children[6].append(share);
+    return row;
+  });
+  $("stages").replaceChildren(element("tr", {}, ...head.map((text, at) => element("th", { className: at > 2 ? "number" : "" }, text))), ...rows);
+  $("stages").parentNode.hidden = $("model-said").hidden = !stages.length;
+  const longest = Math.max(...tried.map((each) => each.step_s ?? 0)) || 1;
+  const now = stages.length ? heads[0].schedule.groups : 1;
+  const bars = tried.map((each) => {
+    const bar = element("div", { className: "bar" }), part = element("span");
+    part.style.cssText = `width:${(100 * (each.step_s ?? 0)) / longest}%;background:var(${each.stages === now ? "--computes" : "--seven"})`;
+    bar.append(part);
+    const name = each.stages === 1 ? "without stages" : `pp=${each.stages}${each.microbatches ? `, ${each.microbatches} microbatches` : ""}`;
+    return element("div", { className: "held-row" }, element("span", {}, name), each.step_s === null ? element("span", { className: "said" }, each.why) : bar,
+      element("span", {}, each.step_s === null ? "-" : inTime(each.step_s)));
+  });
+  $("tried").replaceChildren(...(bars.length ? [element("h3", {}, "Numbers of stages that were tried: a step takes"), ...bars] : []));
+}
 
 // ---- several plans
 
@@ -440,13 +560,15 @@ for (const id of ["beside-label", "differing-label", "line-of-label"]) $(id).hid
 $("beside").append(element("option", { value: 0 }, "nothing"), ...others.map((name, i) => element("option", { value: i + 1 }, name)));
 $("line-of").append(...names.map((name, i) => element("option", { value: i }, name)));
 $("beside").onchange = () => { other = Number($("beside").value); order = null; showHead(); showRows(); if (chosen) showDetail(find(chosen)); };
-$("line-of").onchange = () => { shown = Number($("line-of").value); drawLine(); };
+$("line-of").onchange = () => { shown = Number($("line-of").value); marked = null; showKeys(); drawLine(); };
 
 window.addEventListener("resize", drawLine);
 window.addEventListener("beforeprint", () => { modules(told.root).slice(0, 200).forEach((row) => open.add(row.id)); showRows(); drawLine(); });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawLine);
 showHead();
 showHeld();
+showStages();
+showKeys();
 // Equal layers and a model of few parts are seen at once.
 for (const row of modules(told.root)) if (told.root.children.length < 12 && row.parent === told.root && row.children.length < 12) open.add(row.id);
 showRows();

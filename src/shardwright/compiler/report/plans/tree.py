@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from shardwright.compiler.capture.ir import Node
 from shardwright.compiler.mesh.layout import Layout
+from shardwright.compiler.mesh.mesh import MICROBATCHES
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.text import joined, template
 from shardwright.compiler.plan.timing.costs import Communication
@@ -89,10 +90,24 @@ class Tree:
     def _scopes(self) -> _Scope:
         root = _Scope("")
         for node in self._capture.nodes:
-            self._scope(root, node.scope).nodes.append(node)
+            self._scope(self._stage(root, node.results, node.name), node.scope).nodes.append(node)
         for value in self._capture.of_kind("parameter"):
-            self._scope(root, value.label.rpartition(".")[0]).parameters.append(value.name)
+            module = value.label.rpartition(".")[0]
+            self._scope(self._stage(root, [value.name]), module).parameters.append(value.name)
         return root
+
+    def _stage(self, root: _Scope, values: Sequence[str], operator: str = "") -> _Scope:
+        """Return what stands for the pipeline stage, of the first plan, of an operator or of all that needs values.
+
+        Modules have their names in it. It is the root where the plan has no stages.
+        """
+        plan = self._plans[0]
+        if plan.stages is None:
+            return root
+        own = plan.stages.of.get(operator)
+        stages = frozenset[int]().union(*(plan.needed_in[name] for name in values)) if own is None else {own}
+        name = f"stage {min(stages)}" if len(stages) == 1 else "in several stages"
+        return root.children.setdefault(name, _Scope(""))
 
     @staticmethod
     def _scope(root: _Scope, path: str) -> _Scope:
@@ -166,18 +181,21 @@ class Tree:
             sum(computes_s[node.name] for node in nodes),
             sum(each.seconds for each in moved),
             sum(each.bytes for each in moved),
-            plan.mesh.extent(strategy.used),
-            self._tensors(first.operands, operands),
-            self._tensors(first.results, results),
+            plan.parts(first),
+            self._tensors(plan, first.operands, operands),
+            self._tensors(plan, first.results, results),
             tuple(found.get(first.name, ())),
         )
 
-    def _tensors(self, names: Sequence[str], layouts: Sequence[Layout]) -> tuple[ShownTensor, ...]:
-        values = [self._capture.values[name] for name in names]
-        return tuple(
-            ShownTensor(value.label, value.shape, tuple(dim.axes for dim in layout.dims), layout.partial)
-            for value, layout in zip(values, layouts, strict=True)
-        )
+    def _tensors(self, plan: Plan, names: Sequence[str], layouts: Sequence[Layout]) -> tuple[ShownTensor, ...]:
+        """Return the tensors as operators work on them; with pipeline stages those of a microbatch."""
+        found = []
+        for name, layout in zip(names, layouts, strict=True):
+            value, cut = self._capture.values[name], layout.without(MICROBATCHES)
+            times = [plan.mesh.extent({*dim.axes} & {MICROBATCHES}) for dim in layout.dims]
+            shape = tuple(-(-size // many) for size, many in zip(value.shape, times, strict=True))
+            found.append(ShownTensor(value.label, shape, tuple(dim.axes for dim in cut.dims), cut.partial))
+        return tuple(found)
 
 
 def _by_operator(plan: Plan, prices: Prices) -> Mapping[str, Sequence[Communication]]:
