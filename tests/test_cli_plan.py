@@ -113,6 +113,32 @@ def test_a_plan_is_a_page_for_a_browser_beside_another(monkeypatch, capsys):
     assert (code, "cannot write the page none/plan.html: No such file" in error) == (2, True)
 
 
+def test_a_plan_with_stages_is_explained_compared_drawn_and_printed_as_json(monkeypatch, capsys):
+    command = ["plan", "net.py:build", "--mesh", "pp=2", "--hardware", "h100", "--microbatches", "4"]
+    code, shown, error = shardwright(
+        monkeypatch, capsys, *command, "--json", "--compare", "--html", "plan.html", "--save", "plan.json"
+    )
+    assert (code, error) == (0, "")
+    found = json.loads(shown)
+    assert [stage["modules"] for stage in found["stages"]] == [["0-2"], []]
+    plans = found["known_plans"]
+    assert plans["this plan"]["bubble"] == pytest.approx(found["schedule"]["bubble"])
+    assert {"schedule 1f1b", "schedule gpipe", "schedule interleaved"} - plans.keys() == {
+        f"schedule {found['schedule']['name']}"
+    }
+    told = json.loads(Path("plan.html").read_text().split('id="told">')[1].split("</script>")[0])
+    assert len(told["schedules"][0]) == 2
+    command[2:4] = ["--load", "plan.json"]
+    code, shown, error = shardwright(monkeypatch, capsys, *command[:-2], "--full", "--beside", "plan.json")
+    assert (code, error) == (0, "")
+    assert "2 pipeline stages on 2 groups of ranks, 4 microbatches" in shown
+    assert "no operators differ" in shown
+    code, shown, error = shardwright(monkeypatch, capsys, *command[:-2], "--explain", "2")
+    assert (code, error) == (0, "")
+    assert "It is in stage 0 of 2, on the ranks pp=0." in shown
+    assert "\nschedule " in shardwright(monkeypatch, capsys, *command[:-2], "--compare")[1]
+
+
 def test_devices_on_several_hosts_pay_for_the_links_between_them(monkeypatch, capsys):
     def step_s(*arguments):
         command = ["plan", "net.py:build", "--mesh", "dp=4", "--mode", "data", "--hardware", "h100", "--json"]

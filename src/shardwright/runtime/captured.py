@@ -142,7 +142,7 @@ class Parallel(ParallelModel):
         """Before anything is known of a step. In the calls of ``_turns``, ``_same_batch`` compares whole batches that
         all ranks pass, and once all have come to one program ``_same_calls`` and ``_replicas`` compare. After a step
         the program raises what the model raises."""
-        if self._pulse.steps.told and self.plan.stages is None:
+        if self._pulse.steps.told:
             from shardwright.compiler.report.plans.expected import expected  # loaded where somebody reads it
 
             self._pulse.steps.tell({"plan": expected(self.plan, planner.request.hardware)})

@@ -263,3 +263,21 @@ def test_a_profile_says_where_the_seconds_of_planning_went(monkeypatch, capsys):
     assert re.search(rf"by mesh and search(?s:.*){min(meshes)} +exact > hiding 1, 1 +\d", page)
     given = ["--devices", "2", "--mode", "data"]
     assert ["by stage" in shardwright(monkeypatch, capsys, *given, *more)[1] for more in ([], ["--profile"])] == [0, 1]
+
+
+def test_plans_with_stages_answer_what_more_hardware_and_other_batches_bring(monkeypatch, capsys):
+    Path("net.py").write_text(textwrap.dedent(NET).replace("nn.ReLU(), ", "*[nn.Tanh(), nn.Linear(1024, 1024)] * 2, "))
+    given = ["--mesh", "pp=2,dp=2", "--mode", "data", "--memory", "40MB", "--json"]
+    code, shown, _ = shardwright(monkeypatch, capsys, *given, "--batch", "search", "--what-if")
+    assert code == 0
+    found = json.loads(shown)
+    assert len(found["stages"]) == 2
+    fitting = {one["rows"]: one["rows_s"] for one in found["tried"] if one["error"] is None}
+    assert found["throughput"]["rows"] == max(fitting, key=fitting.get)
+    assert {one["devices"] for one in found["tried"]} == {4}
+    host, memory = found["what_if"]
+    assert host["name"] == f"one more host (8 devices, {2 * found['throughput']['rows']:,} samples)"
+    assert host["tried"]["devices"] == 8
+    assert memory["tried"]["memory"] == 80e6
+    page = shardwright(monkeypatch, capsys, *given[:4], "--what-if")[1]
+    assert re.search(r"^what if: one more host \(8 devices, 32 samples\): [0-9,.]+ samples/s, \S+ more", page, re.M)

@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from shardwright.common.words import in_bytes, in_thousands, in_time
-from shardwright.compiler.mesh.mesh import UNNAMED, Mesh
+from shardwright.compiler.mesh.mesh import PIPELINE, UNNAMED, Mesh
 from shardwright.compiler.plan.make import fixed_bytes
+from shardwright.compiler.plan.pipeline.prices import prices_of
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.graph import RuledGraph
 from shardwright.compiler.plan.pricing.hardware import Hardware
 from shardwright.compiler.plan.request import PlanRequest
 from shardwright.compiler.plan.search.choices import OverBudget
 from shardwright.compiler.plan.text import table
-from shardwright.compiler.plan.timing.prices import Prices
 from shardwright.compiler.plan.timing.throughput import Throughput
 from shardwright.errors import CaptureError, PlanError
 from shardwright.runtime.verification.file_planner import FilePlanner
@@ -44,10 +44,10 @@ class Tried:
     @staticmethod
     def of(plan: Plan, hardware: Hardware) -> Tried:
         """Return what a plan comes to at the prices of ``hardware``."""
-        step_s = Prices(plan, hardware).step_s
+        step_s = prices_of(plan, hardware).step_s
         done = Throughput.of(plan, hardware, step_s)
         speeds = done.rows_s, done.tokens_s, done.utilisation
-        return Tried(plan.mesh.size, done.rows, plan.memory, step_s, *speeds, plan.held.total)
+        return Tried(plan.devices.size, done.rows, plan.memory, step_s, *speeds, plan.held.total)
 
     @property
     def per_s(self) -> float:
@@ -249,7 +249,7 @@ def what_if(planner: FilePlanner, plan: Plan, request: PlanRequest, hosts: int |
         return Change(name, found, found.per_s / now.per_s - 1 if now.per_s else 0.0)
 
     mesh, more_hosts = _one_more_host(request, hosts)
-    rows = _scaled(plan.capture.rows, mesh.size, plan.mesh.size) or plan.capture.rows
+    rows = _scaled(plan.capture.rows, mesh.size, plan.devices.size) or plan.capture.rows
     name = f"one more host ({mesh.size} devices, {rows:,} samples)"
     larger = replace(planner.options.request(mesh, more_hosts), memory=request.memory)
     found = [change(name, lambda: plan.graph if rows == plan.capture.rows else planner.graph(rows), larger, rows)]
@@ -265,15 +265,20 @@ def _scaled(number: int, by: int, of: int) -> int:
 
 
 def _one_more_host(request: PlanRequest, hosts: int | None) -> tuple[Mesh, int | None]:
-    """Return the mesh with one more host, and on how many hosts it stands; the first axis grows where that is whole."""
+    """Return the mesh with one more host, and on how many hosts it stands.
+
+    The first axis grows where that is whole, but for that of pipeline stages where there is another one.
+    """
     devices, per_host = request.mesh.size, request.hardware.ranks_per_host
     if hosts is None and per_host is not None and devices > per_host:
         more, on = devices + per_host, None
     else:
         more, on = devices + devices // (hosts or 1), (hosts or 1) + 1
-    first, *others = request.mesh.axes or _devices(1).axes
-    if size := _scaled(first.size, more, devices):
-        return Mesh((replace(first, size=size), *others)), on
+    axes = list(request.mesh.axes or _devices(1).axes)
+    grows = 1 if axes[0].name == PIPELINE and len(axes) > 1 else 0
+    if size := _scaled(axes[grows].size, more, devices):
+        axes[grows] = replace(axes[grows], size=size)
+        return Mesh(tuple(axes)), on
     return _devices(more), on
 
 

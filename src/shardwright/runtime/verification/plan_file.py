@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardwright.common.stages import StageRow, recorded
-from shardwright.compiler.mesh.mesh import PIPELINE, SEARCHED_STAGES, UNNAMED, Mesh
+from shardwright.compiler.mesh.mesh import SEARCHED_STAGES, UNNAMED, Mesh
 from shardwright.compiler.plan.pipeline.explained import explained
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.hardware import read_hardware
@@ -92,10 +92,6 @@ class PlannedFile:
         if compared:
             plans |= {name: plan for name, plan in self._known_plans.items() if isinstance(plan, Plan)}
         return document_of(title, plans, self.request.hardware, self._what_if)
-
-    def _refuse_stages(self, option: str) -> None:
-        if self.plan.stages is not None:
-            raise UsageError(f"{option} does not know plans with stages yet; leave it out, or {PIPELINE} out of --mesh")
 
     @property
     def _page(self) -> str:
@@ -254,9 +250,6 @@ def _planned(planner: FilePlanner, wanted: _Wanted) -> PlannedFile:
             plan = advised.plan
         else:
             plan = planner.plan(planner.graph(wanted.rows), request)
-    stages = [name for name, asked in (("--batch search", advised is not None), ("--what-if", wanted.what_if)) if asked]
-    if stages and plan.stages is not None:
-        raise UsageError(f"{stages[0]} does not know plans with stages yet; leave it out, or {PIPELINE} out of --mesh")
     changes = what_if(planner, plan, request, wanted.hosts) if wanted.what_if else None
     return PlannedFile(plan, request, tuple(planner.notes), planner.seconds, advised, changes)
 
