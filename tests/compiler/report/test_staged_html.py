@@ -54,7 +54,7 @@ def test_other_schedules_of_a_plan_are_the_same_work_and_the_known_plans_have_no
     plans = with_known_plans(plan, request_of)
     known = ("data parallel", "tensor parallel", "fully sharded")
     assert [name for name in plans if not name.startswith("schedule ")] == ["this plan", *known]
-    assert {"schedule gpipe", "schedule interleaved"} <= plans.keys()
+    assert {"schedule gpipe", "schedule interleaved", "schedule zb-h1"} <= plans.keys()
     for name, other in plans.items():
         if name.startswith("schedule ") and not isinstance(other, str):
             assert other.stages.schedule == name.removeprefix("schedule ")
@@ -63,6 +63,8 @@ def test_other_schedules_of_a_plan_are_the_same_work_and_the_known_plans_have_no
             asked = replace(request_of, mesh=plan.named, search_stages=False, schedule=other.stages.schedule)
             searched = make_plan(plan.capture, replace(asked, microbatches=plan.stages.microbatches))
             assert StagedCosts(other, SLOW).step_s == pytest.approx(StagedCosts(searched, SLOW).step_s)
+            kinds = {event.kind for group in stage_events_of(StagedCosts(other, SLOW)) for event in group}
+            assert kinds == {"forward", "backward", *["weights"] * (name == "schedule zb-h1")}
         if name in known:
             assert (other.stages, other.devices.size) == (None, 4)
 

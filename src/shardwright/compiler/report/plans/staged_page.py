@@ -31,7 +31,9 @@ def _schedule(costs: StagedCosts) -> list[str]:
     if costs.cut.microbatches > _DRAWN or costs.cut.count > _DRAWN:
         return []
     rows = drawn(costs.table, costs.seconds)
-    title = "time line of a step (0, 1, ...: forward of a microbatch; a, b, ...: its backward; ·: waiting):"
+    apart = any(action.kind == "weights" for row in costs.table for action in row)
+    weights = "; A, B, ...: the gradients of its weights" * apart
+    title = f"time line of a step (0, 1, ...: forward of a microbatch; a, b, ...: its backward{weights}; ·: waiting):"
     return [title, "", *(f"{f'pp={group}':>6} {row}" for group, row in enumerate(rows))]
 
 
