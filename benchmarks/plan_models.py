@@ -77,6 +77,7 @@ MODELS: Mapping[str, Published] = {
     "llama_8b": _llama(64, 2048, 4096, 14336, 32, 32),
     "llama_8b_128k": _llama(1, 131072, 4096, 14336, 32, 32),
     "llama_70b": _llama(256, 4096, 8192, 28672, 80, 64),
+    "llama_405b": _llama(1024, 4096, 16384, 53248, 126, 128),
     "mixtral_8x7b": Published("MixtralForCausalLM", 64, 2048, {"num_hidden_layers": 32}),
     "mixtral_8x22b": Published(
         "MixtralForCausalLM", 64, 4096,

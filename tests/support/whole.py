@@ -48,8 +48,7 @@ def true_cost(plan: Plan, objective: Objective) -> float:
     """What everything in a plan costs, from the plan alone."""
     total = sum(objective.operator(plan.graph, n, plan.strategies[n.name], plan.mesh) for n in plan.capture.nodes)
     for transfer in plan.transfers:
-        value = replace(plan.capture.values[transfer.value], needs_gradient=transfer.gradient)
-        total += objective.transfer(value, transfer.steps, plan.mesh)
+        total += objective.transfer(plan.brought(transfer), transfer.steps, plan.mesh)
     for value in plan.capture.of_kind("parameter"):
         total += objective.leaf(value, plan.leaves[value.name], plan.mesh)
     return total + sum(repeated_costs(plan, objective).values()) + gathered_again(plan, objective)

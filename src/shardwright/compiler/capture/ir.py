@@ -44,8 +44,8 @@ class Value:
     the loss comes to it (`shardwright.compiler.capture.reached`). ``reduced_in`` is the dtype in which its gradient is
     summed over ranks, of parameters and of their casts and views (`shardwright.compiler.capture.reduced`). ``shared``
     says that several equal casts are one (`shardwright.compiler.capture.casts`). ``read_first`` says of parameters, and
-    of their casts and views, that the operator which reads one before all others reads it, and no other does
-    (`shardwright.compiler.capture.read_first`), and ``viewed`` that it is a view of one, or a cast of that.
+    of their casts and views, that their first reader is the operator which reads one before all others, or makes what
+    that reads (`shardwright.compiler.capture.read_first`), and ``viewed`` that it is a view of one, or a cast of that.
     """
 
     name: str

@@ -410,6 +410,12 @@ class Decisions:
         """
         return {}
 
+    def brought(self, transfer: Transfer) -> Value:
+        """Return the value of a transfer, as it is priced: with whether a gradient comes back, and is it read first."""
+        read_first = self.graph.read_first_by(transfer.value, {name for name, _ in transfer.consumers})
+        value = self.capture.values[transfer.value]
+        return replace(value, needs_gradient=transfer.gradient, read_first=read_first)
+
     def repeats(self, transfer: Transfer) -> int:
         """Return how often the backward repeats the steps of a transfer."""
         return 1 if self.block_of_transfer(transfer) else self.gathers_again(transfer)

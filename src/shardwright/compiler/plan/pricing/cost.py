@@ -217,7 +217,8 @@ class Seconds:
 
     P and P' are without what is `read_first`. That is gathered before the first operator that reads a parameter, and
     its gradient is reduced after the backward of that one, so that it goes on beside nothing but what stands before
-    that operator, for at most the K seconds which that takes (`before_first`). All else goes on beside the rest of C
+    that operator, for at most the K seconds which that takes (`before_first`). What brings it to later readers alone
+    is among P and P' (`RuledGraph.read_first_by`). All else goes on beside the rest of C
     and C', or beside these K seconds too: a step takes no less than the sum above, less h * K.
     """
 
@@ -235,8 +236,10 @@ class Seconds:
 
     def before_first(self, graph: RuledGraph) -> float:
         """Return the most seconds that is computed before what is read first, forward and backward; 0 of nothing."""
-        nodes, values = graph.capture.nodes, graph.capture.values
-        readers = [at for at, node in enumerate(nodes) if any(values[name].read_first for name in node.operands)]
+        nodes = graph.capture.nodes
+        readers = [
+            at for at, node in enumerate(nodes) if any(graph.read_first_by(name, {node.name}) for name in node.operands)
+        ]
         before = nodes[: max(readers, default=0)]
         return sum(self._once_s(work_of(graph, node), 1) * (1 + backward_times(graph, node)) for node in before)
 

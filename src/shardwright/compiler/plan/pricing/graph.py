@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
@@ -92,6 +92,13 @@ class RuledGraph:
             for index, name in enumerate(node.operands):
                 found[name].append(Use(node, index))
         return {name: tuple(uses) for name, uses in found.items()}
+
+    def read_first_by(self, value: str, readers: Container[str]) -> bool:
+        """Return whether one of these operators, by their names, is the first of all to read a parameter, this one.
+
+        What brings the parameter, or a cast or view of it, to it has nothing to hide behind (`Value.read_first`).
+        """
+        return self.capture.values[value].read_first and self.uses[value][0].node.name in readers
 
     @cached_property
     def producers(self) -> Mapping[str, tuple[Node, int]]:

@@ -136,19 +136,29 @@ class CostCache:
         return self.still.leaves[key]
 
     def edges(
-        self, facts: Value, layouts: tuple[Layout, ...], demanded: Sequence[tuple[Target, ...]], *, differ: bool
+        self,
+        facts: Value,
+        layouts: tuple[Layout, ...],
+        demanded: Sequence[tuple[Target, ...]],
+        *,
+        differ: bool,
+        first: int | None = None,
     ) -> EdgeTables:
         """Return the cost of a value from each layout to each target, of which each consumer has some ``demanded``.
 
         Args:
             differ: whether no consumer is another, too, which demands two targets.
+            first: the consumer, by its number, for which the value is read first (`Value.read_first`).
         """
-        key = _alike(facts), self._identity(layouts), tuple(self._identity(targets) for targets in demanded), differ
+        of_targets = tuple(self._identity(targets) for targets in demanded)
+        key = _alike(facts), self._identity(layouts), of_targets, differ, first
         if key not in self._edges:
             kinds, targets = tuple(dict.fromkeys(layouts)), tuple(dict.fromkeys(itertools.chain(*demanded)))
             at = {layout: i for i, layout in enumerate(kinds)}
-            costs = self.array(facts, kinds, targets)[[at[layout] for layout in layouts]]
-            self._edges[key] = _edges(costs, targets, demanded, differ)
+            rows = [at[layout] for layout in layouts]
+            costs = self.array(replace(facts, read_first=False), kinds, targets)[rows]
+            exposed = None if first is None else self.array(facts, kinds, targets)[rows]
+            self._edges[key] = _edges(costs, targets, demanded, differ, exposed, first)
         return self._edges[key]
 
     def array(self, facts: Value, layouts: tuple[Layout, ...], targets: tuple[Target, ...]) -> Costs:
@@ -196,20 +206,37 @@ class EdgeTables:
     shared: tuple[Target, ...] = ()  # what each choice of the hub but the last stands for
 
 
-def _edges(costs: Costs, targets: Sequence[Target], demanded: Sequence[tuple[Target, ...]], differ: bool) -> EdgeTables:
-    """The tables for a value whose way to each target costs ``costs``, by the producer's choices."""
+def _edges(
+    costs: Costs,
+    targets: Sequence[Target],
+    demanded: Sequence[tuple[Target, ...]],
+    differ: bool,
+    exposed: Costs | None = None,
+    first: int | None = None,
+) -> EdgeTables:
+    """The tables for a value whose way to each target costs ``costs``, by the producer's choices.
+
+    To what the ``first`` consumer demands, whoever else does, it costs ``exposed``, which is no less.
+    """
     column = {target: at for at, target in enumerate(targets)}
     columns = [np.array([column[target] for target in of]) for of in demanded]
-    shared = _shareable(costs, columns)
+    own = [costs if exposed is None or i != first else exposed for i in range(len(columns))]
+    shared = _shareable(costs if exposed is None else exposed, columns)
     if shared and differ and len(columns) == 2 and len(costs) * math.prod(map(len, columns)) <= SHARING_LIMIT:
         one, other = columns
         alike = one[:, None] == other  # consumer x other consumer
-        return EdgeTables((), costs[:, one, None] + np.where(alike, 0.0, costs[:, None, other]))
+        both = np.maximum(own[0][:, one, None], own[1][:, None, other])  # equal ones are paid for once
+        return EdgeTables((), np.where(alike, both, own[0][:, one, None] + own[1][:, None, other]))
     widest = max((len(consumer) for consumer in columns), default=0)
     if not shared or len(costs) * widest * (len(shared) + 1) > SHARING_LIMIT:
-        return EdgeTables(tuple(costs[:, at] for at in columns))
+        return EdgeTables(tuple(of[:, at] for of, at in zip(own, columns, strict=True)))
     free = [at[:, None] == np.array([*shared, -1]) for at in columns]  # consumer x hub
-    cubes = (np.where(f[None], 0.0, costs[:, at][:, :, None]) for at, f in zip(columns, free, strict=True))
+    # The hub pays ``costs``: where the first consumer shares a target, it adds what is exposed.
+    more = [np.subtract(of, costs, out=np.zeros_like(costs), where=np.isfinite(costs)) for of in own]
+    cubes = (
+        np.where(f[None], m[:, at][:, :, None], of[:, at][:, :, None])
+        for of, m, at, f in zip(own, more, columns, free, strict=True)
+    )
     hub = np.concatenate([costs[:, shared], np.zeros((len(costs), 1))], axis=1)
     return EdgeTables(tuple(cubes), None, hub, tuple(targets[at] for at in shared))
 
@@ -378,7 +405,8 @@ class Problem:
         facts = self.space.graph.capture.values[value]
         variables = [variable for variable, _ in consumers]
         differ = len({*variables, producer}) == len(variables) + 1
-        edges = self.known.edges(facts, layouts, [targets for _, targets in consumers], differ=differ)
+        first = 0 if self.space.graph.read_first_by(value, self.node_variables) else None  # in order of execution
+        edges = self.known.edges(facts, layouts, [targets for _, targets in consumers], differ=differ, first=first)
         if edges.both is not None:
             self.shared_by_two.add(value)
             self.tables.append(Table((producer, *variables), edges.both))
@@ -396,7 +424,7 @@ class Problem:
         capture = self.space.graph.capture
         facts = capture.values[value]
         if value != capture.loss:
-            facts = replace(facts, needs_gradient=False)
+            facts = replace(facts, needs_gradient=False, read_first=False)
         costs = self.known.array(facts, layouts, (Target(self.space.outputs[value]),))
         self.tables.append(Table((producer,), costs[:, 0]))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from shardwright.compiler.capture.ir import Node
@@ -87,7 +87,7 @@ class Costs:
         found = list(plan.transfer_collectives(transfer))
         if not found:
             return None
-        value = replace(plan.capture.values[transfer.value], needs_gradient=transfer.gradient)
+        value = plan.brought(transfer)
         forward_s = self.objective.transfer(once_more(value), transfer.steps, plan.mesh)
         again_s = plan.repeats(transfer) * forward_s
         shared = reduced_in_buckets(value, transfer.steps)
