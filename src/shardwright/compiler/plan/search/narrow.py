@@ -163,7 +163,7 @@ def _nearer(bounds: Bounds, limit: int, work: float, below: float, enough: float
             return replace(rest, bound=rest.cost) if rest.cost < best.cost else replace(best, bound=best.cost)
         before = all_work
         found, proven = bounds.least_near(min(work, LITTLE_WORK))
-        if found is None and math.isinf(best.cost):
+        if found is None and not best.picked:
             found = bounds.least_settled(max(1, limit // SETTLED))
         if found is not None and found.cost < best.cost:
             best = replace(found, bound=best.bound)
