@@ -125,7 +125,8 @@ class Bounds:
         }
         self._messages = [[self._one(np.zeros(domains[v])) for v in table.scope] for table in self._tables]
         self._of_value = [np.full(size, -math.inf) for size in domains]  # what no assignment with a value is below
-        self._least_of_table = [float(table.costs.min()) for table in self._tables]
+        least = {id(table.costs): float(table.costs.min()) for table in {id(t.costs): t for t in self._tables}.values()}
+        self._least_of_table = [least[id(table.costs)] for table in self._tables]
         self._least_alone = [float(costs.min()) for costs in self._alone]
         self._sum = math.fsum([self._fixed, *self._least_of_table, *self._least_alone])
         if not math.isfinite(self._sum):
