@@ -146,9 +146,11 @@ def fitting(
         OverBudget: where none fits.
     """
     tried = _PriceSearch(solve, budget, below)
-    if budget.price and not budget.once:
+    if budget.price:
         with suppress(TooWide):
             tried.at(budget.price)
+    if budget.once:
+        return _beating(below, free, solve, budget)
     if not tried.is_close:
         try:
             choice = free()
@@ -160,8 +162,6 @@ def fitting(
         if over.bytes <= budget.limit_bytes:
             best = min([choice, *(one.choice for one in tried.fit)], key=lambda one: one.cost or 0.0)
             return replace(best, bound=None if choice.bound is None else min(choice.bound, best.cost or 0.0))
-        if budget.once:
-            return _beating(below, choice, solve, budget)
         tried.take(over)
     for times, alone in _DEAR:
         if tried.fit:
@@ -343,16 +343,23 @@ def next_price(found: Sequence[PricedChoice], limit_bytes: int) -> float:
     return max(0.0, min(map(steepest, fit)))
 
 
-def _beating(below: float, free: Choice, solve: Solve, budget: Budget) -> Choice:
+def _beating(below: float, free: Callable[[], Choice], solve: Solve, budget: Budget) -> Choice:
     """The cheapest that fits and costs less than ``below``, at the price of the plan which costs that.
+
+    Where what is found there holds more than the budget, the bound is smaller at lower prices, and none is looked for
+    without a price.
 
     Raises:
         NothingBelow: where none was found.
     """
-    choices, total, _ = solve(budget.price, below)
-    bound = max(free.bound or 0.0, total)
-    tried = (budget.fewest(choice, budget.limit_bytes) for choice in (*choices, free))
-    found = [choice for choice in tried if choice is not None]
+    choices, bound, above = solve(budget.price, below)
+    looked_at, found = [*choices], list[Choice]()
+    if above < 0:
+        without = free()
+        bound = max(bound, without.bound or 0.0)
+        (found if budget.weigh(without) <= budget.limit_bytes else looked_at).append(without)
+    tried = (budget.fewest(choice, budget.limit_bytes) for choice in looked_at)
+    found += [choice for choice in tried if choice is not None]
     best = min(found, key=lambda choice: choice.cost or 0.0, default=None)
     if best is None or (best.cost or 0.0) >= below:
         raise NothingBelow(bound)
