@@ -171,6 +171,7 @@ class HidingMeshes(Meshes):
         known = (one.at(weights, self._hides) for one in self._known_on(on_mesh.mesh))
         below = min([*known, self._least_s() + self._more_s])
         on_mesh.price = self._prices.get(weights, 0.0)
+        on_mesh.asks_others = on_mesh.mesh not in self._on  # at other weights most of them find the same
         with stage(search=f"hiding {weights.forward:.3g}, {weights.backward:.3g}"):
             looked = self.looked_at(on_mesh, below)
             if looked.choice is not None:

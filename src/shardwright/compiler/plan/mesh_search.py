@@ -50,6 +50,8 @@ class MeshSearch:
         self._sizes: dict[Hashable, int] = {}  # Cached by shape, dtype and layout, which on one mesh say all
         self.price = 0.0
         """Of a byte, at which the plan was found that is to be beaten; 0 where there is none."""
+        self.asks_others = True
+        """Whether other searches may be asked for what costs less, where a gap is left."""
 
     @cached_property
     def least(self) -> float:
@@ -259,8 +261,8 @@ def _part_too_large(held: DeviceMemory, limit: int) -> str:
 # A gap of such a share is none. On more than few axes propagation, which takes as long as the search, is not asked:
 # what it may choose is searched by itself there, and for seconds.
 EQUAL, NEARLY_EQUAL = 1e-9, 1e-3
-# A gap of another way to plan that is worth no further price of a byte, and how far prices are apart where that
-# minimises something else.
+# A gap of another way to plan that is worth no further price of a byte, nor, where something is hidden, another search;
+# and how far prices are apart where that minimises something else.
 FAR, APART = 1e-2, 5e-2
 
 
@@ -317,13 +319,14 @@ def best_baseline(on_mesh: MeshSearch, row: Search, over: OverBudget) -> Choice:
 def or_alternative(choice: Choice, row: Search, on_mesh: MeshSearch) -> Choice:
     """The choice, or the best of the others that may be taken, where a gap is left and one of them costs less."""
     # Where something is hidden, what is minimised is no more than near to what a step takes.
-    gap = NEARLY_EQUAL if on_mesh.request.hardware.hides_gradients else EQUAL
+    gap, worth = (NEARLY_EQUAL, FAR) if on_mesh.request.hardware.hides_gradients else (EQUAL, EQUAL)
     if choice.cost is None or choice.bound is None or choice.bound >= choice.cost * (1 - gap):
         return choice
     best, space, request = choice, on_mesh.space, on_mesh.request
+    searches = on_mesh.asks_others and choice.bound < choice.cost * (1 - worth)
     costs: dict[tuple[int, int], float] = {}  # by what was decided: what is gathered again does not count here
     held: list[Choice] = []  # so that no identity is given to another object
-    for find in _others(row, on_mesh, choice.price):
+    for find in _others(row, on_mesh, choice.price, searches=searches):
         least = best.cost or 0.0
         with suppress(PlanError):  # impossible on this mesh, too wide, or nothing cheaper
             with stage(search="alternative"):
@@ -358,8 +361,10 @@ def _itself(choice: Choice, below: float) -> Choice:
     return choice
 
 
-def _others(row: Search, on_mesh: MeshSearch, price: float) -> Iterator[Callable[[float], Choice]]:
-    """Other ways to plan, each by what it is to cost less than: what is known by name, and what searches find.
+def _others(
+    row: Search, on_mesh: MeshSearch, price: float, *, searches: bool = True
+) -> Iterator[Callable[[float], Choice]]:
+    """Other ways to plan, each by what it is to cost less than: what is known by name, and what ``searches`` find.
 
     A budget had the search end at ``price`` for a byte, which is where searches for the same objective begin: many of
     them can find nothing that costs less.
@@ -369,6 +374,8 @@ def _others(row: Search, on_mesh: MeshSearch, price: float) -> Iterator[Callable
     named = [*_known_by_name(space, request)]
     for of in named:
         yield partial(_itself, of)
+    if not searches:
+        return
     if (budget := on_mesh.budget()) is not None:
         budget = replace(budget, price=price, once=False, close=FAR)
     free = {value.name for value in graph.capture.of_kind("parameter")} - request.storage.keys()
