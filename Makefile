@@ -43,7 +43,7 @@ lint: setup
 # What all workers import, once. Errors are not told here, since the tests tell them.
 compiled: setup
 	@$(BIN)/python -m pytest --collect-only -qq >/dev/null 2>&1 || true
-	@cd tests/support && ../../$(BIN)/python -c "import ranks, sys; [*map(__import__, ranks.PRELOAD)]" || true
+	@cd tests/support && PYTHONPATH=files ../../$(BIN)/python -c "import ranks, sys; [*map(__import__, ranks.PRELOAD)]" || true
 
 docs: setup
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet

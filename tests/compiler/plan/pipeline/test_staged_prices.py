@@ -79,3 +79,22 @@ def test_the_numbers_of_stages_that_were_tried_stay_with_the_plan(captured):
     assert [each.stages for each in tried] == [1, 2, 4]
     assert min(each.step_s for each in tried) == prices_of(plan, slow).step_s
     assert Plan.from_json(plan.to_json(), plan.graph) == plan
+
+
+def test_parameters_that_the_ranks_of_a_stage_shard_are_gathered_once_in_a_step():
+    with torch.device("meta"):
+        captured = captured_step(Decoder(4, 256, 8, 4, 512, 256), loss_fn, batch_of(32, 8, 256), {})
+    request = PlanRequest(Mesh.parse("pp=2,dp=4"), "auto", hardware=H100, microbatches=2)
+    took = []
+    for plan in (make_plan(captured, request), make_plan(captured, replace(request, memory=25_000_000))):
+        prices, gathered_s = StagedPrices(plan, H100), [0.0, 0.0]
+        for transfer, moved in prices.moving:
+            if "all_gather forward" in moved.kinds:
+                assert plan.capture.values[transfer.value].of_parameter
+                for group in plan.read_by_stages[transfer.value]:
+                    gathered_s[group] += moved.seconds  # with the scatter of its gradient
+        took.append((max(gathered_s), prices.of_stages.exchange_s))
+    (no_gather_s, replicated_s), (gathered_s, sharded_s) = took
+    assert no_gather_s == 0.0
+    assert gathered_s > replicated_s
+    assert gathered_s <= sharded_s <= gathered_s + replicated_s

@@ -128,7 +128,7 @@ class StagedCosts:
         """Return what a redistribution within a stage takes, of a microbatch, without what is done once in a step."""
         value = replace(self.plan.capture.values[transfer.value], needs_gradient=transfer.gradient)
         if value.of_parameter:
-            return 0.0, 0.0  # its gradient is summed with others, in `exchange_s`
+            return 0.0, 0.0  # once in a step, as `exchange_s` says
         there = back = 0.0
         for step in transfer.steps:
             forward, backward = value.collectives(_within(step), self.plan.mesh)
@@ -147,26 +147,49 @@ class StagedCosts:
 
     @cached_property
     def exchange_s(self) -> float:
-        """Seconds of what is done once in a step: several stages' parameters exchanged, and gradients summed.
+        """Seconds of what is done once in a step, before the first microbatch and behind the last one.
 
-        Gradients of a parameter that one stage holds are summed over its ranks; the slowest stage is waited for.
+        Parameters of several stages are exchanged, those that the ranks of a stage shard are gathered, and gradients
+        summed. Of what stages do on their own the slowest one is waited for.
         """
         plan = self.plan
         moved = [plan.capture.values[name] for name in sorted(plan.moved_between_stages)]
-        of_all: Counter[tuple[str, ...]] = Counter()
-        of_stage: list[Counter[tuple[str, ...]]] = [Counter() for _ in range(self.cut.count)]
-        for value in plan.capture.of_kind("parameter"):
-            if value.needs_gradient:
-                axes, size = _summed_over(plan, value.name), local_bytes(value, plan.leaves[value.name], plan.mesh)
-                holder = self.cut.holders.get(value.name)
-                if value.name in plan.moved_between_stages or holder is not None:
-                    for stage in plan.read_by_stages[value.name]:
-                        of_stage[stage][axes] += size
-                else:
-                    of_all[PIPELINE, *axes] += size
-        own = [self._summing_s(sums) for sums in of_stage]
         trained = [value for value in moved if value.needs_gradient]
-        return self._exchanging_s(moved) + self._exchanging_s(trained) + self._summing_s(of_all) + max(own)
+        of_all: Counter[tuple[str, ...]] = Counter()
+        for value in plan.capture.of_kind("parameter"):
+            if value.needs_gradient and value.name in self._held_by_all:
+                of_all[PIPELINE, *_summed_over(plan, value.name)] += local_bytes(
+                    value, plan.leaves[value.name], plan.mesh
+                )
+        own = max(map(self._of_parameters_s, range(self.cut.count)))
+        return self._exchanging_s(moved) + self._exchanging_s(trained) + self._summing_s(of_all) + own
+
+    @cached_property
+    def _held_by_all(self) -> frozenset[str]:
+        """The parameters of which every group has all that a plan without stages has."""
+        held = {value.name for value in self.plan.capture.of_kind("parameter")} - self.plan.moved_between_stages
+        return frozenset(name for name in held if self.cut.holders.get(name) is None)
+
+    def _of_parameters_s(self, group: int) -> float:
+        """Return what the ranks of a group take to gather their parameters, one by one, and to sum gradients.
+
+        Those of replicated parameters are summed together.
+        """
+        plan, seconds = self.plan, 0.0
+        together: Counter[tuple[str, ...]] = Counter()
+        for transfer in plan.transfers:
+            value = replace(plan.capture.values[transfer.value], needs_gradient=transfer.gradient)
+            reads = value.of_parameter and group in plan.read_by_stages[value.name]
+            if not reads or value.name in self._held_by_all:
+                continue
+            for step in map(_within, transfer.steps):
+                forward, backward = value.collectives(step, plan.mesh) if step.axes else (None, None)
+                seconds += self._seconds(forward) if forward else 0.0
+                if backward and value.needs_gradient and backward.kind == "all_reduce":
+                    together[backward.axes] += backward.bytes
+                elif backward and value.needs_gradient:
+                    seconds += self._seconds(backward)
+        return seconds + self._summing_s(together)
 
     def _exchanging_s(self, moved: Sequence[Value]) -> float:
         """Return what an all-to-all of parameters takes, or of their gradients; the longest message counts."""
