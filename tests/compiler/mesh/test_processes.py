@@ -193,7 +193,7 @@ def ring(comm):
     for dtype in (torch.float64, torch.bfloat16):
         heads = [torch.randn(1, 2, 7, 8, generator=generator, dtype=torch.float64).to(dtype) for _ in range(3)]
         mine = [x[:, :, rows[at]].clone().requires_grad_() for x in heads]
-        made = ring_attention(*mine, True, None, False, spans[at], spans, comm, ("a",))
+        made = ring_attention(*mine, None, True, None, False, spans[at], spans, comm, ("a",))
         gradients = torch.autograd.grad(made, mine, torch.ones_like(made))
         found += [x.tolist() for x in (made.detach(), *gradients)]
     for dtype in (*DTYPES, torch.complex64, torch.bool):
