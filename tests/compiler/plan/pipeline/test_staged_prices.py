@@ -81,6 +81,7 @@ def test_the_numbers_of_stages_that_were_tried_stay_with_the_plan(captured):
     assert Plan.from_json(plan.to_json(), plan.graph) == plan
 
 
+@pytest.mark.slow
 def test_parameters_that_the_ranks_of_a_stage_shard_are_gathered_once_in_a_step():
     with torch.device("meta"):
         captured = captured_step(Decoder(4, 256, 8, 4, 512, 256), loss_fn, batch_of(32, 8, 256), {})

@@ -154,11 +154,14 @@ class _Product(torch.autograd.Function):
         inputs = [given[at] for at in places]
         found = iter(torch.autograd.grad(made, inputs, gradient, retain_graph=True) if inputs else ())
 
-        def rest() -> None:
-            gradients = torch.autograd.grad(made, [given[at] for at in weights], gradient)
-            torch.autograd.backward(list(weights.values()), gradients)
+        trained = [at for at in weights if given[at].requires_grad]
 
-        ctx.pipe.put_off(ctx.key, rest)
+        def rest() -> None:
+            gradients = torch.autograd.grad(made, [given[at] for at in trained], gradient)
+            torch.autograd.backward([weights[at] for at in trained], gradients)
+
+        if trained:
+            ctx.pipe.put_off(ctx.key, rest)
         return None, None, None, None, None, *(next(found) if at in places else None for at in range(len(given)))
 
 
