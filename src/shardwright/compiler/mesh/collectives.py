@@ -295,7 +295,7 @@ class ReducedLate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, late: LateSum, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.waited_for = late  # not as gathers call theirs, whose results other gathers read
+        ctx.waited_for = late  # `late_sum_of` finds it by this name, which no other function's context has
         ctx.set_materialize_grads(False)
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 

@@ -96,11 +96,7 @@ def schedule(name: str, groups: int, microbatches: int, stages: int | None = Non
         raise UsageError(problem)
     made: dict[str, Callable[[int], tuple[Action, ...]]] = {
         "gpipe": lambda group: _gpipe(group, microbatches),
-        "1f1b": lambda group: _in_turns(
-            [Action("forward", group, m) for m in range(microbatches)],
-            [Action("backward", group, m) for m in range(microbatches)],
-            groups - 1 - group,
-        ),
+        "1f1b": lambda group: _one_stage_in_turns(group, groups, microbatches),
         "interleaved": lambda group: _interleaved(group, groups, microbatches, stages // groups),
         "zb-h1": lambda group: tuple(_zero_bubble(group, groups, microbatches)),
     }
@@ -122,6 +118,13 @@ def _in_turns(forwards: Sequence[Action], backwards: Sequence[Action], first: in
     return (*found, *backwards[len(forwards) - first :])
 
 
+def _one_stage_in_turns(group: int, groups: int, microbatches: int) -> tuple[Action, ...]:
+    """Return 1F1B of a group of ranks with one stage."""
+    forwards = [Action("forward", group, m) for m in range(microbatches)]
+    backwards = [Action("backward", group, m) for m in range(microbatches)]
+    return _in_turns(forwards, backwards, groups - 1 - group)
+
+
 def _interleaved(group: int, groups: int, microbatches: int, chunks: int) -> tuple[Action, ...]:
     """Return 1F1B in rounds: as many microbatches as there are groups through its first stage, then its second, ..."""
     order = [
@@ -138,11 +141,7 @@ def _interleaved(group: int, groups: int, microbatches: int, chunks: int) -> tup
 
 def _zero_bubble(group: int, groups: int, microbatches: int) -> Iterator[Action]:
     """Yield 1F1B, in which the gradients of weights follow as many backwards later as there are stages before."""
-    for action in _in_turns(
-        [Action("forward", group, m) for m in range(microbatches)],
-        [Action("backward", group, m) for m in range(microbatches)],
-        groups - 1 - group,
-    ):
+    for action in _one_stage_in_turns(group, groups, microbatches):
         yield action
         if action.kind == "backward" and action.microbatch >= group:
             yield Action("weights", group, action.microbatch - group)

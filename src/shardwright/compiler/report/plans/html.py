@@ -62,7 +62,7 @@ def stage_events_of(costs: StagedCosts) -> list[list[StageEvent]]:
     """Return what each group of ranks does, in its order."""
 
     def event(action: Action) -> StageEvent:
-        seconds = float(getattr(costs.seconds[action.stage], action.kind))
+        seconds = costs.seconds[action.stage].of(action.kind)
         return StageEvent(*action, costs.run.ends[action] - seconds, seconds)
 
     return [list(map(event, row)) for row in costs.table]
