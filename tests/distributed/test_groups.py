@@ -134,7 +134,7 @@ def limits_of_groups(backend):
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_the_timeout_reaches_every_group(backend):
-    assert run_ranks(2, limits_of_groups, backend, stay=True) == [(3, {77.0})] * 2
+    assert run_ranks(2, limits_of_groups, backend) == [(3, {77.0})] * 2
 
 
 def left_alone_in_a_group():
@@ -155,4 +155,4 @@ def left_alone_in_a_group():
 
 @pytest.mark.slow
 def test_a_collective_of_a_new_group_ends_with_the_timeout():
-    assert "4000ms" in run_ranks(2, left_alone_in_a_group, timeout=60, stay=True)[0]
+    assert "4000ms" in run_ranks(2, left_alone_in_a_group, timeout=60)[0]

@@ -79,7 +79,7 @@ WORDS = {
 
 
 def test_batches_that_do_not_fit_are_refused_on_all_ranks():
-    everyone = run_ranks(2, refused, "split", stay=True)
+    everyone = run_ranks(2, refused, "split")
     for sample, found, _ in everyone:
         assert sample.startswith("UsageError: batch[1] is a ndarray, of which a program would keep the numbers")
         for name, words in WORDS.items():
@@ -101,7 +101,7 @@ def going_on():
 
 
 def test_a_question_for_sizes_that_a_rank_gave_up_is_answered_by_nobody():
-    (waited, first), (failed, second) = run_ranks(2, going_on, stay=True)
+    (waited, first), (failed, second) = run_ranks(2, going_on)
     assert waited.startswith("WorldError: rank 1 failed in call 1 of the model: UsageError: batch is on the meta")
     assert failed.startswith("UsageError: batch is on the meta device")
     for found in first:
@@ -114,7 +114,7 @@ def test_a_question_for_sizes_that_a_rank_gave_up_is_answered_by_nobody():
 
 @pytest.mark.slow
 def test_batches_that_do_not_fit_are_refused_without_a_capture():
-    for _, found, _ in run_ranks(2, refused, "eager", stay=True):
+    for _, found, _ in run_ranks(2, refused, "eager"):
         for name in ("meta", "empty", "array", "other"):
             assert all(word in found[name] for word in WORDS[name]), (name, found[name])
 

@@ -117,7 +117,7 @@ EACH = [pytest.param(*case, marks=pytest.mark.slow if at else ()) for at, case i
 
 @pytest.mark.parametrize(("how", "batch", "model", "text"), EACH)
 def test_all_ranks_learn_that_one_has_another_batch(how, batch, model, text):
-    first, second = run_ranks(2, odd, how, batch, model, stay=True)
+    first, second = run_ranks(2, odd, how, batch, model)
     assert first.startswith(text), first
     if how in OF_ITSELF:
         assert second.startswith(OF_ITSELF[how]), second

@@ -267,7 +267,7 @@ def every_refusal():
 
 
 def test_what_ranks_have_otherwise_is_refused():
-    for said in run_ranks(2, every_refusal, stay=True):
+    for said in run_ranks(2, every_refusal):
         for what, text in REFUSALS.items():
             assert said[what].startswith(text), (what, said[what])
 

@@ -112,15 +112,15 @@ def run_ranks(
     timeout: float = 120,
     env: dict[str, str] | None = None,
     dying: Container[int] = (),
-    stay: bool = False,
+    stay: bool = True,
 ) -> list[Any]:
     """Call ``fn(*args)`` on ``n`` processes and return their results in rank order.
 
     ``fn`` must be importable (defined at the top of a module). Raises `RankFailed` with the traceback of
     the rank that failed first, or with the names of the ranks that had not finished after ``timeout`` seconds;
     no process outlives the call. The result of a rank in ``dying``, which may end without one, is its exit code.
-    With ``stay`` the process of each rank lives until all have returned, so that nobody meets the end of another one:
-    where ranks raise errors, rank 0, which serves the store, waits for a few seconds alone until others have read why.
+    The process of each rank lives until all have returned, so that nobody meets the end of rank 0, which serves the
+    store, before he has read from it; unless ``stay`` is false, where others are to meet the end of one.
     """
     with free_port() as port:
         return _run(port, n, fn, args, timeout, env, dying, stay)

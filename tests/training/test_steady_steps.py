@@ -67,7 +67,7 @@ RUNS = {
 
 @pytest.mark.parametrize("name", ["resnet", *(pytest.param(n, marks=pytest.mark.slow) for n in RUNS if n != "resnet")])
 def test_no_steady_step_waits(name):
-    assert run_ranks(2, steady, *RUNS[name], stay=True) == [STEADY] * 2
+    assert run_ranks(2, steady, *RUNS[name]) == [STEADY] * 2
 
 
 def test_what_waits_is_found():

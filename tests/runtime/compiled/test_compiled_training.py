@@ -95,6 +95,6 @@ def compiling_on_one_rank():
 
 def test_ranks_of_which_one_cannot_compile_do_not_go_on():
     """They would round values that all of them have differently."""
-    for said in run_ranks(2, compiling_on_one_rank, stay=True):
+    for said in run_ranks(2, compiling_on_one_rank):
         assert said.startswith("ranks do not come to call 2 of the model alike: rank 0 passes a batch of ")
         assert ", which it computes with all stretches uncompiled" in said

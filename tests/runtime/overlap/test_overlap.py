@@ -156,7 +156,7 @@ def broken():
 
 
 def test_an_error_in_the_backward_of_one_rank_is_told_to_all():
-    first, second = run_ranks(2, broken, stay=True)
+    first, second = run_ranks(2, broken)
     assert first.startswith("WorldError: rank 1 failed in call 2 of the model: its backward ended with an error"), first
     assert second == "ValueError: of my own"
 

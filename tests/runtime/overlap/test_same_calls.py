@@ -114,7 +114,7 @@ def waiting_for_one_that_comes_no_more(how):
     [("ends", "rank 1 has ended after 2 calls"), ("fails", "rank 1 failed in it: ValueError: broken"), ("comes", "")],
 )
 def test_a_rank_that_waits_where_nothing_can_be_raised_says_who_comes_no_more(how, said):
-    zero, one = run_ranks(2, waiting_for_one_that_comes_no_more, how, timeout=60, stay=True)
+    zero, one = run_ranks(2, waiting_for_one_that_comes_no_more, how, timeout=60)
     assert one == ""
     assert zero == (
         f"shardwright: rank 0 is in call 3 of the model, and {said}; what this rank waits for will not come: all ranks "
