@@ -8,10 +8,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 import shardwright as sw
 from ranks import run_ranks
-from shardwright.cluster.bench import overheads
+from shardwright.cluster.bench import device, overheads
 from shardwright.cluster.bench.device import DeviceSpeeds, _attention
 from shardwright.cluster.bench.profile import measure_links
 from shardwright.cluster.bench.profile_fit import fit
@@ -54,6 +55,22 @@ def test_a_fit_never_falls_and_is_above_nothing(seed):
 def test_points_that_make_no_curve(points):
     with pytest.raises(UsageError, match="a curve needs two sizes or more, each once, with times above 0"):
         fit(points)
+
+
+def test_a_device_is_measured_for_a_while(monkeypatch):
+    """Ranks that share cores meet in a long call; in a short one the first has gone before the last begins."""
+    counts = []
+
+    def slowest_s(run, device, calls=7):
+        before = len(done)
+        run()
+        counts.append(len(done) - before)
+        return 0.03 * counts[-1]
+
+    done = []
+    monkeypatch.setattr(device, "slowest_s", slowest_s)
+    found = device._forward_s(lambda x: done.append(x) or 2 * x, [torch.ones(3)], torch.device("cpu"), times=3)
+    assert (counts, found) == ([1, 4], pytest.approx(0.01))
 
 
 def beside():

@@ -6,6 +6,7 @@ backward together: priced with it, both come out as they were measured.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from shardwright.distributed.agreement import from_all_ranks
 
 _TIMES = 1 + BACKWARD
 _CALLS = 7
+_LEAST_S = 0.1  # of a call: ranks that share the cores of a host compute beside each other for most of it
 _SMALL_CALLS = 100
 _FLOAT = 4
 
@@ -82,7 +84,13 @@ def _forward_s(
     """
     leaves = [leaf.detach().requires_grad_() for leaf in leaves]
     gradient = torch.randn_like(network(*leaves))
-    return slowest_s(lambda: torch.autograd.grad(network(*leaves), leaves, gradient), device) / times
+
+    def run(count: int) -> None:
+        for _ in range(count):
+            torch.autograd.grad(network(*leaves), leaves, gradient)
+
+    count = max(1, math.ceil(_LEAST_S / slowest_s(partial(run, 1), device, calls=1)))
+    return slowest_s(partial(run, count), device) / count / times
 
 
 def _dtypes(device: torch.device) -> list[torch.dtype]:
