@@ -71,6 +71,13 @@ def test_the_slowest_stage_sets_the_pace_and_messages_are_waited_for():
     assert max(end for action, end in run.ends.items() if action.kind == "forward") == 1 + 0.5 + 4 * 3 + 0.5 + 1
 
 
+def test_messages_go_one_after_the_other():
+    run = simulate(schedule("gpipe", 2, 4), [StageSeconds(1.0, 1.0, 3.0), StageSeconds(1.0, 1.0)])
+    there = 1 + 4 * 3 + 1  # the first forward, its message and three more, the last forward
+    assert run.ends[Action("forward", 1, 3)] == there
+    assert run.seconds == there + 1 + 4 * 3 + 1
+
+
 @pytest.mark.parametrize("given", ["pipedream", "1f1b:2", "interleaved:1", "interleaved:x", 3])
 def test_other_schedules_are_refused(given):
     names = "'gpipe', '1f1b', 'interleaved', 'zb-h1'"

@@ -47,13 +47,43 @@ class StageCost:
         return self.forward_s + self.backward_s
 
 
+class MicrobatchCosts:
+    """The seconds that operators and redistributions of a plan take for one microbatch, forward and backward."""
+
+    def __init__(self, plan: Plan, hardware: Hardware) -> None:
+        self._plan, self._costs = plan, Costs(plan, hardware)
+
+    def operator_s(self, node: Node) -> tuple[float, float]:
+        """Return what an operator takes, with its communication."""
+        plan = self._plan
+        ahead, back = plan.graph.collectives_inside(node, plan.strategies[node.name], plan.mesh)
+        forward_s = self._costs.forward_s(node) + sum(map(self._collective_s, ahead))
+        again_s = forward_s if node.name in plan.computed_again else 0.0
+        return forward_s, self._costs.backward_s(node) + sum(map(self._collective_s, back)) + again_s
+
+    def transfer_s(self, transfer: Transfer) -> tuple[float, float]:
+        """Return what a redistribution within a stage takes, without what is done once in a step."""
+        value = replace(self._plan.capture.values[transfer.value], needs_gradient=transfer.gradient)
+        if value.of_parameter:
+            return 0.0, 0.0  # once in a step, as `StagedCosts.exchange_s` says
+        forward_s = backward_s = 0.0
+        for step in transfer.steps:
+            forward, backward = value.collectives(_within(step), self._plan.mesh)
+            forward_s += self._collective_s(forward) if forward else 0.0
+            backward_s += self._collective_s(backward) if backward and value.needs_gradient else 0.0
+        return forward_s, backward_s + self._plan.repeats(transfer) * forward_s
+
+    def _collective_s(self, collective: Collective) -> float:
+        return self._costs.objective.collective(collective, self._plan.mesh)
+
+
 class StagedCosts:
     """The seconds and bytes of a plan with stages on ``hardware``."""
 
     def __init__(self, plan: Plan, hardware: Hardware) -> None:
         assert plan.stages is not None
         self.plan, self.hardware, self.cut = plan, hardware, plan.stages
-        self._costs = Costs(plan, hardware)
+        self._costs, self._of_microbatch = Costs(plan, hardware), MicrobatchCosts(plan, hardware)
 
     @property
     def step_s(self) -> float:
@@ -97,13 +127,11 @@ class StagedCosts:
     def _stage(self, stage: int, model: MemoryModel) -> StageCost:
         nodes = [node for node in self.plan.capture.nodes if self.cut.of.get(node.name) == stage]
         names = {node.name for node in nodes}
-        forward_s = sum(self._forward_s(node) for node in nodes)
-        backward_s = sum(self._backward_s(node) for node in nodes)
+        took = [self._of_microbatch.operator_s(node) for node in nodes]
         weights_s = sum(SHARE * self._costs.backward_s(node) for node in nodes if node.name in self._apart)
-        for transfer in self.plan.transfers:
-            if transfer.consumers[0][0] in names:
-                there, back = self._transfer_s(transfer)
-                forward_s, backward_s = forward_s + there, backward_s + back
+        read = (transfer for transfer in self.plan.transfers if transfer.consumers[0][0] in names)
+        took += map(self._of_microbatch.transfer_s, read)
+        forward_s, backward_s = (sum(seconds) for seconds in zip(*took, strict=True)) if took else (0.0, 0.0)
         modules = tuple(dict.fromkeys(node.scope for node in nodes))
         message_s = self._message_s(stage) if stage + 1 < self.cut.total else 0.0
         held = model.of_stage(self.plan, self.plan.optimizer, self.cut.group(stage))
@@ -112,29 +140,6 @@ class StagedCosts:
     @cached_property
     def _apart(self) -> frozenset[str]:
         return weights_apart(self.plan)
-
-    def _forward_s(self, node: Node) -> float:
-        inside = self.plan.graph.collectives_inside(node, self.plan.strategies[node.name], self.plan.mesh)[0]
-        return self._costs.forward_s(node) + sum(self._costs.objective.collective(c, self.plan.mesh) for c in inside)
-
-    def _backward_s(self, node: Node) -> float:
-        inside = self.plan.graph.collectives_inside(node, self.plan.strategies[node.name], self.plan.mesh)[1]
-        seconds = self._costs.backward_s(node) + sum(
-            self._costs.objective.collective(c, self.plan.mesh) for c in inside
-        )
-        return seconds + (self._forward_s(node) if node.name in self.plan.computed_again else 0.0)
-
-    def _transfer_s(self, transfer: Transfer) -> tuple[float, float]:
-        """Return what a redistribution within a stage takes, of a microbatch, without what is done once in a step."""
-        value = replace(self.plan.capture.values[transfer.value], needs_gradient=transfer.gradient)
-        if value.of_parameter:
-            return 0.0, 0.0  # once in a step, as `exchange_s` says
-        there = back = 0.0
-        for step in transfer.steps:
-            forward, backward = value.collectives(_within(step), self.plan.mesh)
-            there += self._seconds(forward) if forward else 0.0
-            back += self._seconds(backward) if backward and value.needs_gradient else 0.0
-        return there, back
 
     def _seconds(self, collective: Collective, mesh: Mesh | None = None) -> float:
         return self._costs.objective.collective(collective, mesh or self.plan.mesh)

@@ -57,8 +57,7 @@ class StagedPrices(Prices):
         found = super().transferred(replace(transfer, steps=tuple(step for step in steps if step.axes)))
         if found is None or self.plan.capture.values[transfer.value].of_parameter:
             return found
-        once = replace(found, seconds=found.seconds - found.again_s, again_s=0.0)  # nor does a stage count it again
-        return _repeated(once, self.of_stages.cut.microbatches)
+        return _repeated(found, self.of_stages.cut.microbatches)
 
     @property
     def busiest(self) -> int:

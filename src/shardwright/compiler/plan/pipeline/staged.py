@@ -8,29 +8,31 @@ is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import zip_longest
+
+import numpy as np
 
 from shardwright.compiler.capture.ir import Capture, Node
 from shardwright.compiler.mesh.layout import Layout, Split
 from shardwright.compiler.mesh.mesh import MICROBATCHES, PIPELINE, Axis, Mesh, Stages
 from shardwright.compiler.mesh.redistribute import Collective
 from shardwright.compiler.plan.decisions import Transfer
-from shardwright.compiler.plan.pipeline.costs import StagedCosts
-from shardwright.compiler.plan.pipeline.cut import Limit, cut
+from shardwright.compiler.plan.pipeline.costs import MicrobatchCosts, StagedCosts
+from shardwright.compiler.plan.pipeline.cut import Limit, cut, improved
 from shardwright.compiler.plan.pipeline.fitting import Limits, parameters_read, within_memory
 from shardwright.compiler.plan.pipeline.linear import why_not_in_turns
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.cost import Seconds
 from shardwright.compiler.plan.pricing.graph import RuledGraph
 from shardwright.compiler.plan.pricing.memory import local_bytes
-from shardwright.compiler.plan.pricing.schedule import read_schedule, schedule, schedule_problem, simulate
+from shardwright.compiler.plan.pricing.schedule import StageSeconds, read_schedule, schedule, schedule_problem, simulate
 from shardwright.compiler.plan.request import PlanRequest
 from shardwright.compiler.plan.search.choices import OverBudget, data_parallel
 from shardwright.compiler.plan.spaces import fixed_leaves, output_layouts
-from shardwright.compiler.plan.timing.costs import Costs
 from shardwright.compiler.rules.notation import Strategy
 from shardwright.errors import PlanError, UsageError
 
@@ -155,13 +157,13 @@ class StagedPlans:
 
         def recut(plan: Plan, limits: Limits) -> Plan | None:
             together = [[*one, *two] for one, two in zip_longest(limits, stored, fillvalue=())]
-            of = flow.stages(stages.total, together)
+            of = flow.stages(stages, together)
             return None if of is None else _in_turns(plan.in_stages(replace(stages, of=of)), request)
 
         plan = replace(plan, memory=request.memory)
         found = recut(plan, [])
         if found is None:  # of later plans, whose parameters are held where no cut can have them
-            found = _in_turns(plan.in_stages(replace(stages, of=flow.stages(stages.total) or {})), request)
+            found = _in_turns(plan.in_stages(replace(stages, of=flow.stages(stages) or {})), request)
         return found if request.memory is None else within_memory(found, request.memory, recut)
 
 
@@ -300,41 +302,63 @@ class _Flow:
                 found.append(node)
         return found
 
-    def stages(self, count: int, limits: Limits = ()) -> dict[str, int] | None:
-        """Return the stage of each of these operators, of ``count`` stages; None where no cut keeps the limits.
+    def stages(self, stages: Stages, limits: Limits = ()) -> dict[str, int] | None:
+        """Return the stage of each of these operators; None where no cut keeps the limits.
+
+        Stages that wait for their messages are cut elsewhere than those whose messages go beside computing. The cut is
+        taken with which the schedule ends first.
 
         Raises:
             PlanError: where there are fewer of them than stages.
         """
         nodes = self.staged
-        if len(nodes) < count:
+        if len(nodes) < stages.total:
             raise PlanError(
-                f"{len(nodes)} operators depend on the batch and on parameters, which are no {count} stages; "
+                f"{len(nodes)} operators depend on the batch and on parameters, which are no {stages.total} stages; "
                 f"choose a smaller {PIPELINE}= in mesh="
             )
-        starts = cut(*self._seconds, count, limits)
-        if starts is None:
+        both_s, crossing = [sum(took) for took in self._seconds], [both for _, both in self._crossing]
+        found = [cut(both_s, crossing, stages.total, limits, overlapped=overlapped) for overlapped in (False, True)]
+        line_s = partial(self._line_s, stages)
+        better = [improved(starts, len(nodes), line_s, limits) for starts in found if starts is not None]
+        if not better:
             return None
-        found, stage = {}, -1
+        starts = min(better, key=line_s)
+        of, stage = {}, -1
         for at, node in enumerate(nodes):
             stage += at in starts
-            found[node.name] = stage
-        return found
+            of[node.name] = stage
+        return of
+
+    def _line_s(self, stages: Stages, starts: Sequence[int]) -> float:
+        """Return the seconds in which the microbatches go through stages that begin there."""
+        crossing = [*self._crossing, (0.0, 0.0)]
+        of_stages = []
+        for start, end in zip(starts, [*starts[1:], len(self.staged)], strict=True):
+            forward_s, backward_s = (sum(seconds) for seconds in zip(*self._seconds[start:end], strict=True))
+            of_stages.append(StageSeconds(forward_s, backward_s, crossing[end][0]))
+        table = schedule(stages.schedule, stages.count, stages.microbatches, stages.total)
+        return simulate(table, of_stages).seconds
 
     @cached_property
-    def _seconds(self) -> tuple[list[float], list[float]]:
-        """The seconds of these operators, and of what crosses before each of them."""
+    def _seconds(self) -> list[tuple[float, float]]:
+        """The seconds of these operators, forward and backward, each with the redistributions of what it reads."""
         assert self.plan.hardware is not None
-        costs = Costs(self.plan, self.plan.hardware)
-        return [costs.computes_s[node.name] for node in self.staged], list(self._crossing(self.staged))
+        costs = MicrobatchCosts(self.plan, self.plan.hardware)
+        transfers: defaultdict[str, list[Transfer]] = defaultdict(list)
+        for transfer in self.plan.transfers:
+            transfers[transfer.consumers[0][0]].append(transfer)
+        parts = ([costs.operator_s(n), *map(costs.transfer_s, transfers[n.name])] for n in self.staged)
+        return [(sum(ahead for ahead, _ in part), sum(back for _, back in part)) for part in parts]
 
-    def _crossing(self, nodes: list[Node]) -> Iterator[float]:
-        """Yield for each operator the seconds that what is made before it and read behind takes, there and back."""
-        plan = self.plan
+    @cached_property
+    def _crossing(self) -> list[tuple[float, float]]:
+        """The seconds that what is made before each operator and read behind takes, in one direction, and in both."""
+        plan, nodes = self.plan, self.staged
         assert plan.hardware is not None
         prices, pair = Seconds(plan.hardware, plan.optimizer), Mesh((Axis(PIPELINE, 2), *_ranks(plan)))
         number = {node.name: at for at, node in enumerate(nodes)}
-        ends = [0.0] * (len(nodes) + 1)
+        changes = np.zeros((len(nodes) + 1, 2))
         for node in nodes:
             for name in node.results:
                 last = max(
@@ -343,13 +367,11 @@ class _Flow:
                 if last > number[node.name]:
                     size = local_bytes(self.capture.values[name], plan.layout(name), plan.mesh)
                     message = Collective("all_gather", (PIPELINE,), 2 * size)  # in which each of two sends as much
-                    seconds = prices.collective(message, pair) * (1 + self.capture.values[name].needs_gradient)
-                    ends[number[node.name] + 1] += seconds
-                    ends[last + 1] -= seconds
-        now = 0.0
-        for change in ends[:-1]:
-            now += change
-            yield max(now, 0.0)
+                    seconds = prices.collective(message, pair)
+                    both = seconds, seconds * (1 + self.capture.values[name].needs_gradient)
+                    changes[number[node.name] + 1] += both
+                    changes[last + 1] -= both
+        return [(float(there), float(both)) for there, both in np.maximum(changes[:-1].cumsum(axis=0), 0.0)]
 
     def refuse(self) -> None:
         """Raise `PlanError` where something else would communicate over microbatches than sums of losses and counts."""

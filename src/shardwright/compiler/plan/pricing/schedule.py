@@ -15,7 +15,7 @@ finds out whether the groups would wait for each other forever, how many microba
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -189,6 +189,8 @@ class Run:
 def simulate(table: Table, stages: Sequence[StageSeconds]) -> Run:
     """Go through a schedule: each group does its actions in order, each as soon as what it reads has come.
 
+    Messages from one group to another go one after the other.
+
     >>> run = simulate(schedule("1f1b", 4, 8), [StageSeconds(1.0, 2.0)] * 4)
     >>> run.held, run.seconds, round(run.idle, 3)  # 3 / (8 + 3)
     ((4, 3, 2, 1), 33.0, 0.273)
@@ -198,6 +200,8 @@ def simulate(table: Table, stages: Sequence[StageSeconds]) -> Run:
     """
     count = len(stages)
     ends: dict[Action, float] = {}
+    arrives: dict[Action, float] = {}  # by who reads a message of another group
+    links = defaultdict[tuple[int, str], float](float)  # when the last message of a group in a direction has gone
     at, free = [0] * len(table), [0.0] * len(table)
     sent: dict[tuple[int, str], list[Action]] = {
         (group, kind): [] for group in range(len(table)) for kind in ("forward", "backward")
@@ -207,13 +211,16 @@ def simulate(table: Table, stages: Sequence[StageSeconds]) -> Run:
         for group, row in enumerate(table):
             while at[group] < len(row):
                 action = row[at[group]]
-                ready = _ready(action, ends, stages)
+                ready = arrives.get(action) if _reads_message(action, count) else _ready(action, ends, count)
                 reader, before = _reader(action, count), sent.get((group, action.kind), [])
                 full = len(before) > UNDER_WAY and before[-1 - UNDER_WAY] not in ends  # earlier ones were seen before
                 if ready is None or (reader and full):
                     break
-                before += [reader] if reader else []
                 free[group] = ends[action] = max(free[group], ready) + stages[action.stage].of(action.kind)
+                if reader:
+                    before.append(reader)
+                    link, message_s = (group, action.kind), stages[min(action.stage, reader.stage)].message
+                    arrives[reader] = links[link] = max(free[group], links[link]) + message_s
                 at[group] += 1
                 moved = True
         if not moved:
@@ -225,25 +232,18 @@ def simulate(table: Table, stages: Sequence[StageSeconds]) -> Run:
     return Run(ends, tuple(most_held(row).total() for row in table), busy)
 
 
-def _ready(action: Action, ends: dict[Action, float], stages: Sequence[StageSeconds]) -> float | None:
-    """Return when all that an action reads is there; None where that is not known yet."""
-    source = _source(action, len(stages))
-    if source is None:
-        return 0.0
-    if source not in ends:
-        return None
-    message = min(action.stage, source.stage)
-    return ends[source] + (stages[message].message if action.stage != source.stage else 0.0)
+def _reads_message(action: Action, count: int) -> bool:
+    """Return whether an action reads what another group sends."""
+    kind, stage, _ = action
+    return stage > 0 if kind == "forward" else kind == "backward" and stage + 1 < count
 
 
-def _source(action: Action, count: int) -> Action | None:
-    """Return the action whose results an action reads."""
+def _ready(action: Action, ends: dict[Action, float], count: int) -> float | None:
+    """Return when all that an action reads of its own group is there; None where that is not known yet."""
     kind, stage, microbatch = action
     if kind == "forward":
-        return Action("forward", stage - 1, microbatch) if stage else None
-    if kind == "weights":
-        return Action("backward", stage, microbatch)
-    return Action("backward", stage + 1, microbatch) if stage + 1 < count else Action("forward", stage, microbatch)
+        return 0.0
+    return ends.get(Action("backward" if kind == "weights" else "forward", stage, microbatch))
 
 
 def _reader(action: Action, count: int) -> Action | None:
