@@ -44,6 +44,7 @@ def test_the_search_for_stages_is_never_worse_than_any_number_of_them():
     for mesh, microbatches in (("pp=2,ranks=2", 2), ("pp=2,ranks=2", 4), ("pp=4", 4), ("pp=4", 8)):
         plan = make_plan(graph, replace(free, mesh=Mesh.parse(mesh), microbatches=microbatches))
         assert took <= step_s(plan) * (1 + 1e-9)
+        assert plan.devices.names in (("pp",), ("pp", "fsdp"), ("pp", "dp"), ("pp", "tp"))
     assert [each.stages for each in found.tried] == [1, 2, 4]
     assert min(each.step_s for each in found.tried) == took
     assert [str(each).partition(",")[0].partition(":")[0] for each in found.tried] == ["without stages", "pp=2", "pp=4"]

@@ -20,6 +20,7 @@ from shardwright.compiler.capture.ir import Capture, Node
 from shardwright.compiler.mesh.layout import Layout, Split
 from shardwright.compiler.mesh.mesh import MICROBATCHES, PIPELINE, Axis, Mesh, Stages
 from shardwright.compiler.mesh.redistribute import Collective
+from shardwright.compiler.plan.axis_names import with_axis_names
 from shardwright.compiler.plan.decisions import Transfer
 from shardwright.compiler.plan.pipeline.costs import MicrobatchCosts, StagedCosts
 from shardwright.compiler.plan.pipeline.cut import Limit, cut, improved
@@ -121,7 +122,8 @@ class StagedPlans:
                 schedule=None,
                 memory=memory,
             )
-            self._insides[memory] = self._make(self._graph, within)
+            plan = self._make(self._graph, within)
+            self._insides[memory] = plan if within.axes is not None else with_axis_names(plan)
         return self._insides[memory]
 
     def _in_stages(self, inside: Plan, microbatches: int) -> Plan:
