@@ -42,7 +42,7 @@ PULSE_VARIABLE = "SHARDWRIGHT_PULSE"
 # Ignored unless somebody handles it, and hardly anybody does: it tells of out-of-band data on sockets.
 STACK_SIGNAL = signal.SIGURG
 
-_LAYOUT = 3
+_LAYOUT = 4
 _OPERATION_BYTES = 32
 _SITE_BYTES = 256
 _LISTENER = struct.Struct("<II")  # the layout, and the pid that writes its stacks at the signal
@@ -63,7 +63,9 @@ _ANSWER_AT = _ASKED_AT + _ASKED.size
 # Of the last two steps that are over: its number, how many collectives it has begun, a checksum of which; 0 for none.
 _CALLS = struct.Struct("<QQQQQQ")
 _CALLS_AT = _ANSWER_AT + _ANSWER.size
-_USED_BYTES = _CALLS_AT + _CALLS.size
+_STAGE = struct.Struct("<Q")  # the pipeline stage of the rank: those of one stage begin the same collectives
+_STAGE_AT = _CALLS_AT + _CALLS.size
+_USED_BYTES = _STAGE_AT + _STAGE.size
 _MOST_CALLS = 1 << 14  # of a step that are kept
 _RECORDED_AT = 4096
 _STACKS_AT = 1 << 16
@@ -170,6 +172,10 @@ class Pulse:
         """Set how many steps a resumed run had begun before."""
         self._steps = steps
         self.beat()
+
+    def set_stage(self, stage: int) -> None:
+        """Set which pipeline stage this rank works on."""
+        _STAGE.pack_into(self._memory, _STAGE_AT, stage)
 
     def at(self, site: bytes) -> None:
         """Set for what the next collectives are; as `site` makes it."""
@@ -324,7 +330,8 @@ class PulseReading:
     in, empty outside of any; ``site`` says for what its last one was, and ``position`` how far in its step that is. Of
     collectives on a device ``queued`` have been begun and not ended, where somebody asks it (else -1); ``operation`` is
     the first of them, of step ``queued_step``; the device has come to it if ``reached``. ``calls`` has the number of
-    collectives and their checksum for the last two steps that are over, by the numbers of these.
+    collectives and their checksum for the last two steps that are over, by the numbers of these. Ranks of one pipeline
+    ``stage`` begin the same collectives.
     """
 
     listener: int
@@ -338,6 +345,7 @@ class PulseReading:
     reached: bool = True
     queued_step: int = 0
     calls: tuple[tuple[int, int, int], ...] = ()
+    stage: int = 0
 
     @property
     def step(self) -> int:
@@ -367,7 +375,8 @@ class PulseFile:
         there = bool(reached) or not queued  # where nobody asks a device, a collective that was begun is what runs
         last = _CALLS.unpack_from(data, _CALLS_AT)
         calls = tuple(each for each in (last[:3], last[3:]) if each[0])
-        return PulseReading(listener, beats, steps, collectives, *said, queued - 1, there, step, calls)
+        [stage] = _STAGE.unpack_from(data, _STAGE_AT)
+        return PulseReading(listener, beats, steps, collectives, *said, queued - 1, there, step, calls, stage)
 
     def ask(self) -> None:
         """Ask the rank for what it has recorded."""

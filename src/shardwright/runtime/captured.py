@@ -137,6 +137,7 @@ class Parallel(ParallelModel):
         )
         together = self.plan.mode != "single"
         stages = [self.plan.devices.coordinates(r).get(PIPELINE, 0) for r in range(self.plan.devices.size)]
+        self._pulse.set_stage(stages[world.rank] if together else 0)
         self._same_calls = SameCalls(lockstep, self._pulse, self._turns, together=together, stages=stages)
         self._checks: list[StepCheck] = [Structure(model), *([LostChanges()] if self._split else [])]
         """Before anything is known of a step. In the calls of ``_turns``, ``_same_batch`` compares whole batches that

@@ -98,10 +98,11 @@ def test_the_rank_whose_gpu_never_came_is_blamed(rank):
     )
 
 
-def after(*steps):
+def after(*steps, stage=0):
     """A rank whose GPU is in the first collective of the next step, after steps of these collectives."""
     file, device = PulseFile(), Device()
     pulse = open_pulse.__wrapped__(file.path)
+    pulse.set_stage(stage)
     pulse.follow(device.mark)
     for operations in (*steps, [b"all_reduce"]):
         pulse.begin_step()
@@ -140,6 +141,19 @@ def test_who_began_other_collectives_than_the_rest_is_named_where_all_gpus_wait(
         assert odd == blamed
     if ranks[0] == ranks[-1]:
         assert "collectives that step 2 began: 2, with checksum " in report_text(found)
+
+
+def test_ranks_of_one_pipeline_stage_are_compared():
+    def hang(*ranks):
+        return Hang(tuple(seen(after(step, stage=stage), number) for number, (stage, step) in enumerate(ranks)), 30.0)
+
+    same = hang((0, SAME), (0, SAME), (1, FEWER), (1, FEWER))
+    assert same.other_calls() == ("", ())
+    assert same._fewest_collectives() == ()
+    assert same.verdict()[1] == ()
+    text, odd = hang((0, SAME), (0, SAME), (1, FEWER), (1, SAME), (1, FEWER)).other_calls()
+    assert text == "rank 3 began other collectives in step 1 than the rest: 2 of them, and the rest 1"
+    assert odd == (3,)
 
 
 def test_a_gpu_that_waits_for_what_was_begun_before_is_in_that(rank):

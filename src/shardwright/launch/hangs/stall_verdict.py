@@ -169,9 +169,14 @@ class Hang:
     def other_calls(self) -> tuple[str, Ranks]:
         """Return what is said of ranks that began other collectives in a step than most, and these; else nothing.
 
-        It is the first step in which they did of those that all ranks remember.
+        It is the first step in which they did of those that all ranks remember. Ranks of one pipeline stage are
+        compared.
         """
-        pulses = {rank: self._pulse(rank) for rank in self.places}
+        found = map(self._other_calls_of, self._by_stage(self.places))
+        return next((each for each in found if each[0]), ("", ()))
+
+    def _other_calls_of(self, ranks: Ranks) -> tuple[str, Ranks]:
+        pulses = {rank: self._pulse(rank) for rank in ranks}
         of_ranks = {rank: {step: told for step, *told in pulse.calls} for rank, pulse in pulses.items() if pulse}
         if len(of_ranks) < max(2, len(pulses)):
             return "", ()
@@ -230,6 +235,9 @@ class Hang:
         if not rest:
             why = "the line between them is down, or what they pass differs in size"
             return f"all {len(most)} ranks wait for each other {first}: {why}", ()
+        if len(self._by_stage(self.places)) > 1:
+            each = "; ".join(self._is(ranks) for ranks in self.groups.values())
+            return f"ranks of several pipeline stages wait for each other: {each}", ()
         if len(most) == len(rest[0][1]):
             return self._halves()
         odd = tuple(sorted(rank for _, ranks in rest for rank in ranks))
@@ -266,9 +274,22 @@ class Hang:
         [pulse] = [seen.pulse for seen in self.observations if seen.rank == rank]
         return pulse
 
+    def _by_stage(self, ranks: Collection[int]) -> list[Ranks]:
+        """Return the ranks of each pipeline stage, all ranks together where there are no stages."""
+        found: dict[int, Ranks] = {}
+        for rank in ranks:
+            pulse = self._pulse(rank)
+            stage = 0 if pulse is None else pulse.stage
+            found[stage] = (*found.get(stage, ()), rank)
+        return list(found.values())
+
     def _fewest_collectives(self) -> Ranks:
-        """Return the ranks behind the others by count: on GPUs nobody is seen inside a collective."""
-        pulses = {rank: self._pulse(rank) for rank in self.places}
+        """Return the ranks behind the others of their stage by count: on GPUs nobody is seen inside a collective."""
+        behind = (self._fewest_collectives_of(ranks) for ranks in self._by_stage(self.places))
+        return tuple(rank for ranks in behind for rank in ranks)
+
+    def _fewest_collectives_of(self, ranks: Ranks) -> Ranks:
+        pulses = {rank: self._pulse(rank) for rank in ranks}
         counts = {rank: pulse.collectives for rank, pulse in pulses.items() if pulse is not None and pulse.collectives}
         if len(counts) < len(pulses) or len(set(counts.values())) < 2:
             return ()
