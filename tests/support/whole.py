@@ -310,8 +310,8 @@ class Watching(TorchDispatchMode):
         return results
 
 
-def measured_peak(plan: Plan, model: nn.Module, batch: Any, monkeypatch: pytest.MonkeyPatch) -> int:
-    """The most bytes alive on rank 0, with its parts of the leaves, and without the whole ones."""
+def measured_peak(plan: Plan, model: nn.Module, batch: Any, monkeypatch: pytest.MonkeyPatch, rank: int = 0) -> int:
+    """The most bytes alive on a rank, with its parts of the leaves, and without the whole ones."""
     peaks, ignored = {}, {weakref.ref(x.untyped_storage()) for x in (*model.parameters(), *model.buffers(), *batch)}
 
     original = simulate
@@ -328,4 +328,4 @@ def measured_peak(plan: Plan, model: nn.Module, batch: Any, monkeypatch: pytest.
     with monkeypatch.context() as patched:
         patched.setattr(sys.modules[__name__], "simulate", watching)
         run(plan, model, batch)
-    return peaks[0]
+    return peaks[rank]

@@ -14,7 +14,7 @@ from shardwright.compiler.lower.operators.scheduled import _HandOut
 from shardwright.compiler.mesh.mesh import PIPELINE, Mesh
 from shardwright.compiler.plan.plan import Plan
 from shardwright.errors import PlanError, UsageError
-from whole import communicated, plan_of, run, same, splitting_hardware
+from whole import communicated, measured_peak, plan_of, run, same, splitting_hardware
 
 # stages, other axes, microbatches: also more of them than rows, and uneven ones
 EVERYWHERE = [("pp=2", 2), ("pp=3", 5), ("pp=2,dp=2", 3), ("pp=2,dp=3", 2), ("pp=3,tp=2", 4), ("pp=2,dp=2", 7)]
@@ -344,6 +344,34 @@ def test_a_later_plan_computes_where_parameters_are_held():
     assert usual.stages.of != plan.stages.of
     assert later.stored == plan.stored
     assert later.moved_between_stages == plan.moved_between_stages
+
+
+def test_microbatches_that_are_over_leave_nothing_behind(monkeypatch):
+    """With 1F1B the last stage holds one microbatch, however many there are."""
+    model, peaks = decoder.Decoder(layers=2).double(), []
+    for microbatches in (4, 12):
+        batch = decoder.batch_of(4 * microbatches, 6)
+        plan = plan_of(
+            model, decoder.loss_fn, batch, Mesh.parse("pp=2"), "data", hardware=splitting_hardware(),
+            microbatches=microbatches, schedule="1f1b",
+        )  # fmt: skip
+        given = sum(tensor.nbytes for tensor in batch)
+        peaks.append(measured_peak(plan, model, batch, monkeypatch, rank=1) - given)
+    assert peaks[1] == pytest.approx(peaks[0], rel=0.02)
+
+
+def test_what_is_gathered_within_a_stage_is_held_once_with_its_gradient(monkeypatch):
+    model, batch = decoder.Decoder(4, 64, 4, 2, 256, 64).double(), decoder.batch_of(16, 4, 64)
+    how = {"hardware": splitting_hardware(), "microbatches": 4, "schedule": "1f1b"}
+    mesh = Mesh.parse("pp=2,dp=2")
+    free = plan_of(model, decoder.loss_fn, batch, mesh, "data", **how)
+    plan = plan_of(model, decoder.loss_fn, batch, mesh, "auto", memory=int(0.95 * free.held.total), **how)
+    gathered = [t for t in plan.transfers if any(step.kind == "all_gather" for step in t.steps) and t.gradient]
+    assert gathered
+    for group, rank in ((0, 0), (1, 2)):
+        held = plan.memory_model.of_stage(plan, plan.optimizer, group)
+        measured = measured_peak(plan, model, batch, monkeypatch, rank=rank)
+        assert measured <= held.total - held.optimizer <= 1.5 * measured
 
 
 class Placed(nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -72,7 +72,9 @@ class MemoryModel:
         self._small_gathers = list(_small_gathers(plan))
         self._moved = dict(_moved(plan))
         self._sizes = dict(_sizes(plan, self._moved, size_of))
-        self._alive = AliveBytes(plan, size_of)
+        self._alive, self._size_of = AliveBytes(plan, size_of), size_of
+        # Cached by the operators of a stage: plans that differ in blocks and `again` have the same acts.
+        self._alive_of: dict[frozenset[str], AliveBytes] = {}
         # Cached by what is gathered again: of plans that differ in blocks and `again` alone nothing else moves storage.
         self._last: tuple[frozenset[tuple[str, int]], _Storages] | None = None
 
@@ -114,10 +116,20 @@ class MemoryModel:
         of = _stages_of_operators(plan)
         names = {name for name, at in of.items() if group in map(stages.group, at)}
         table = schedule(stages.schedule, stages.count, stages.microbatches, stages.total)
-        saved = sum(
-            held * sum(_saved(plan, lying, {name for name in names if stage in of[name]}).values())
-            for stage, held in most_held(table[group]).items()
-        )
+        once, saved, beside = dict[Storage, int](), 0, list[int]()
+        for stage, held in most_held(table[group]).items():
+            of_stage = frozenset(name for name in names if stage in of[name])
+            each = 0
+            for storage, size in _saved(plan, lying, of_stage).items():
+                if _is_of_parameter(storage, plan):
+                    once[storage] = size  # gathered or cast before the first microbatch
+                else:
+                    each += size
+            saved += held * each
+            beside.append(self._most_of_stage(plan, lying, of_stage) - each)
+        shared = sum(once.values())
+        # Of what is gathered the gradients of all microbatches are added up before they are scattered.
+        whole_gradients = sum(size * _gradient_itemsizes(storage, plan) for storage, size in once.items())
         stored = {
             v.name: local_bytes(v, plan.stored[v.name], plan.devices, rank)
             for v in values.values()
@@ -134,32 +146,39 @@ class MemoryModel:
         of_kind = Counter[str]()
         for name, size in stored.items():
             of_kind[values[name].kind] += size
-        return DeviceMemory(
+        recomputed = [size for name, size in _remade(plan, lying).items() if name in _blocks_among(plan, names)]
+        found = DeviceMemory(
             parameters=of_kind["parameter"] + sum(whole.values()),
-            gradients=sum(stored[v.name] + whole.get(v.name, 0) for v in trained),
+            gradients=sum(stored[v.name] + whole.get(v.name, 0) for v in trained) + whole_gradients,
             optimizer=sum(optimizer.bytes_for(stored[value.name]) for value in trained),
-            activations=saved,
+            activations=saved + shared,
             buffers=of_kind["buffer"] + of_kind["constant"],
             inputs=of_kind["input"],
             communication=max(self._largest_buffer, 3 * sum(whole.values()) + own - saved),
-            recomputed=max(
-                (size for name, size in _remade(plan, lying).items() if name in _blocks_among(plan, names)),
-                default=0,
-            ),
-            transient=self._held(plan, optimizer).transient,  # of one microbatch
+            recomputed=max(recomputed, default=0),
         )
+        counted = shared + found.gradients + found.communication + found.recomputed
+        return replace(found, transient=max(0, max(beside, default=0) - counted))
 
-    def saved_by(self, plan: Decisions) -> dict[str, int]:
+    def _most_of_stage(self, plan: Decisions, lying: _Storages, names: frozenset[str]) -> int:
+        """Return the most that is alive at once of one microbatch that goes through these operators and back."""
+        if names not in self._alive_of:
+            self._alive_of[names] = AliveBytes(plan, self._size_of, names)
+        return self._alive_of[names].most(plan, _saved_storages(plan, lying, names), ())
+
+    def saved_by(self, plan: Decisions) -> dict[str, tuple[int, int]]:
         """Return the bytes that each operator saves for the backward, and none before it; of blocks, their first one.
 
-        Of a block that is recomputed they are those that it is given.
+        The first number is of what all microbatches of a pipeline share, the second of what each saves. Of a block that
+        is recomputed they are those that it is given.
         """
-        lying, seen, found = self._lying(plan), set[Storage](), dict[str, int]()
+        lying, seen, found = self._lying(plan), set[Storage](), dict[str, tuple[int, int]]()
         first = {block.nodes[0].name: block for block in plan.blocks}
         for node in plan.capture.nodes:
             of = lying.given_to(first[node.name], plan) if node.name in first else {}
             of = of if node.name in plan.block_of else lying.kept_by[node.name]
-            found[node.name] = sum(size for storage, size in of.items() if storage not in seen)
+            new = [(_is_of_parameter(storage, plan), size) for storage, size in of.items() if storage not in seen]
+            found[node.name] = sum(size for once, size in new if once), sum(size for once, size in new if not once)
             seen.update(of)
         return found
 
@@ -252,13 +271,15 @@ def _remade(plan: Decisions, lying: _Storages) -> dict[str, int]:
     return made
 
 
-def _saved_storages(plan: Decisions, lying: _Storages) -> SavedStorages:
-    """Return what is saved for the backward, by who saves it."""
-    by_operators = {
-        node.name: lying.kept_by[node.name] for node in plan.capture.nodes if node.name not in plan.block_of
-    }
-    given = {block.name: lying.given_to(block, plan) for block in plan.blocks}
-    inside = {block.name: {node.name: lying.kept_by[node.name] for node in block.nodes} for block in plan.blocks}
+def _saved_storages(plan: Decisions, lying: _Storages, among: Collection[str] | None = None) -> SavedStorages:
+    """Return what is saved for the backward, by who saves it; ``among`` some operators."""
+    names = [node.name for node in plan.capture.nodes if among is None or node.name in among]
+    by_operators = {name: lying.kept_by[name] for name in names if name not in plan.block_of}
+    inside = defaultdict[str, dict[str, Mapping[Storage, int]]](dict)
+    for name in names:
+        if name in plan.block_of:
+            inside[plan.block_of[name]][name] = lying.kept_by[name]
+    given = {block.name: lying.given_to(block, plan) for block in plan.blocks if block.name in inside}
     return SavedStorages(by_operators, given, inside)
 
 
@@ -276,6 +297,25 @@ def _saved(plan: Decisions, lying: _Storages, among: Collection[str] | None = No
         if blocks is None or block.name in blocks:
             found.update(lying.given_to(block, plan))
     return found
+
+
+def _is_of_parameter(storage: Storage, plan: Decisions) -> bool:
+    """Return whether a storage holds a parameter, gathered or cast, which the microbatches of a pipeline share."""
+    kind, of, *_ = storage
+    if kind == "moved":
+        assert isinstance(of, int)
+        of = plan.transfers[of].value
+    return kind in ("moved", "made") and plan.capture.values[str(of)].of_parameter
+
+
+def _gradient_itemsizes(storage: Storage, plan: Decisions) -> int:
+    """Return how many times as large as what a storage holds its gradient is; 0 where it has none."""
+    kind, of, *_ = storage
+    if kind != "moved":
+        return 0  # the gradient of a cast is cast back
+    assert isinstance(of, int)
+    value = plan.capture.values[plan.transfers[of].value]
+    return plan.transfers[of].gradient * -(-value.reduced_itemsize // value.dtype.itemsize)
 
 
 def _stages_of_operators(plan: Decisions) -> dict[str, Collection[int]]:

@@ -32,6 +32,7 @@ gradients of activations alone, and an action that does the rest:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -114,6 +115,11 @@ def backward(
         assert before is not None
         pipe.wait(True, left=UNDER_WAY)
         pipe.send([pipe.given(x.grad, tuple(x.shape), x.dtype) for x in came], before, backward=True)
+        for x in came:
+            x.grad = None
+    for part in parts:
+        with suppress(RuntimeError):  # of a view, which keeps its graph
+            part.detach_()  # until all parts are added up its graph would keep what came
 
 
 def product(pipe: Pipe, key: Key, weights: Sequence[int], function: Function, *args: Any, **kwargs: Any) -> Tensor:

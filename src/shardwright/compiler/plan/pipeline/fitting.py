@@ -89,7 +89,7 @@ def _bytes_of_operators(plan: Plan) -> list[list[float]]:
     table = schedule(stages.schedule, stages.count, stages.microbatches, stages.total)
     begun = [most_held(row)[group] for group, row in enumerate(table)]
     return [
-        [bytes + times * saved.get(name, 0) for name, bytes in zip(_staged(plan), stored, strict=True)]
+        [bytes + saved[name][0] + times * saved[name][1] for name, bytes in zip(_staged(plan), stored, strict=True)]
         for times in begun
     ]
 

@@ -11,7 +11,7 @@ to a stretch of the line, and the largest sum is the peak.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -74,25 +74,34 @@ class _Act:
 
 
 class AliveBytes:
-    """The line of acts of plans that differ in nothing but what the backward does again."""
+    """The line of acts of plans that differ in nothing but what the backward does again.
 
-    def __init__(self, plan: Decisions, size_of: Callable[[Value, Layout], int]) -> None:
+    Args:
+        among: the names of the operators that there are, those of a pipeline stage; by default all.
+    """
+
+    def __init__(
+        self, plan: Decisions, size_of: Callable[[Value, Layout], int], among: Collection[str] | None = None
+    ) -> None:
         self._plan, self._size_of, self._acts = plan, size_of, list[_Act]()
         self._lies = {value.name: LEAF for value in plan.capture.values.values() if value.kind != "result"}
         self._brought: dict[int, Storage] = {}  # where the value of a transfer lies, by its identity
         self._largest = 0
         coming: dict[str, list[tuple[int, Transfer]]] = defaultdict(list)  # by the first operator that needs it
         for number, transfer in enumerate(plan.transfers):
-            coming[transfer.consumers[0][0]].append((number, transfer))
+            reads = (name for name, _ in transfer.consumers if among is None or name in among)
+            coming[next(reads, "")].append((number, transfer))
         known: dict[Hashable, tuple[int, int]] = {}
         at: list[int] = []  # an even number before each operator, and an odd one at it
         for position, node in enumerate(plan.capture.nodes):
+            if among is not None and node.name not in among:
+                continue
             for number, transfer in coming[node.name]:
                 self._bring(number, transfer, known)
             at += [2 * position] * (len(self._acts) - len(at))
             self._operate(node)
             at.append(2 * position + 1)
-        for number, transfer in coming[""]:
+        for number, transfer in coming[""] if among is None else ():
             self._bring(number, transfer, known)
         at += [2 * len(plan.capture.nodes)] * (len(self._acts) - len(at))
         self._at = np.array(at, dtype=np.int64)
@@ -100,7 +109,7 @@ class AliveBytes:
 
     def _bring(self, number: int, transfer: Transfer, known: dict[Hashable, tuple[int, int]]) -> None:
         mesh, value = self._plan.mesh, self._plan.capture.values[transfer.value]
-        lies = self._lies[value.name]
+        lies = self._lies.get(value.name, ("made", value.name))  # of what another stage has made
         last = max((i for i, step in enumerate(transfer.steps) if step.kind != "enter"), default=-1)
         for i, step in enumerate(transfer.steps):
             act = _Act(transfer, [lies])
@@ -156,7 +165,7 @@ class AliveBytes:
         made = [(storage, number, size) for number, act in acts for storage, size in act.made.items()]
         self._maker = {storage: number for storage, number, _ in made}
         self._storages = {storage: i for i, (storage, _, _) in enumerate(made)}
-        self._makers, self._sizes = (np.array(of, dtype=np.int64) for of in zip(*(m[1:] for m in made), strict=True))
+        self._makers, self._sizes = np.array([m[1:] for m in made], dtype=np.int64).reshape(-1, 2).T
         read = [(self._storages[of], number) for number, act in acts for of in act.read if of in self._storages]
         self._read, self._readers = np.array(read, dtype=np.int64).reshape(-1, 2).T
         self._operators_reading: dict[Storage, list[str]] = defaultdict(list)
@@ -165,7 +174,7 @@ class AliveBytes:
                 for storage in act.read:
                     self._operators_reading[storage].append(act.of.name)
         outputs = (transfer for transfer in self._plan.transfers if any(not name for name, _ in transfer.consumers))
-        returned = {self._brought[id(transfer)] for transfer in outputs} - {LEAF}
+        returned = {self._brought.get(id(transfer), LEAF) for transfer in outputs} & self._storages.keys()
         self._returned = np.array(sorted(self._storages[of] for of in returned), dtype=np.int64)
         leaf = len(made)
         writes = [(self._storages.get(of, leaf), number, size) for number, act in acts for of, size in act.gradients]
@@ -178,7 +187,8 @@ class AliveBytes:
         plan, entering = self._plan, list[tuple[int, EnteringParameter]]()
         for transfer in plan.transfers:
             value = plan.capture.values[transfer.value]
-            if value.kind == "parameter" and transfer.steps and transfer.steps[0].kind == "enter":
+            enters = value.kind == "parameter" and transfer.steps and transfer.steps[0].kind == "enter"
+            if enters and id(transfer) in self._first:
                 size = self._size_of(value, transfer.steps[0].after)
                 one = EnteringParameter(value.name, size, entering_alike(value, transfer.steps[0]))
                 entering.append((self._first[id(transfer)], one))
@@ -189,6 +199,8 @@ class AliveBytes:
 
     def most(self, plan: Decisions, saved: SavedStorages, joined: Sequence[Sequence[Transfer]]) -> int:
         """Return the most that is alive at once.
+
+        Of the operators that there are: what others save is no part of ``saved``.
 
         Args:
             plan: one of these decisions.
@@ -221,8 +233,11 @@ class AliveBytes:
         What is done for a block outside of it comes before the block begins, and parameters that are gathered together
         where the first of them is needed.
         """
-        at = 2 * self._at
-        begins = {block.name: at[self._operators[block.nodes[0].name]] - 3 for block in plan.blocks}
+        at, begins = 2 * self._at, dict[str, int]()
+        for computed_again in plan.blocks:
+            inside = [node.name for node in computed_again.nodes if node.name in self._operators]
+            if inside:
+                begins[computed_again.name] = at[self._operators[inside[0]]] - 3
         for number, block in blocks.items():
             of = self._acts[number].of
             if not block and isinstance(of, Transfer):
