@@ -4,19 +4,25 @@ Of Alpa (Zheng et al. 2022, arXiv:2201.12023) the runs with ZeRO-3 of Figure 8 s
 artifact of the paper. Its other runs use pipelines, or splits that its search found and that are not told. Of
 torchtitan all runs in 16 bits are here that use no pipeline, and all of Megatron-LM's Table 1, up to 10^12 parameters
 in 64 stages. NVIDIA's pages on NeMo and Megatron-Bridge have runs in float8 alone where there is no pipeline.
+
+Mixtures of experts are Mixtral and Qwen3 of Megatron-Core, with expert parallelism within hosts and over several, and
+Qwen3 and DeepSeek-V3 of NeMo Automodel.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from published_models import Kernels, Shape
 
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.plan.pricing.hardware import Hardware, read_hardware
 
-Again = Literal["nothing", "attention", "layers", "layers but their end", "every second layer", "every second product"]
+Again = Literal[
+    "nothing", "attention", "layers", "layers but their end", "every second layer", "every second product", "norms",
+    "norms and experts",
+]  # fmt: skip
 PER_HOST = 8
 # The bytes that an update moves for each parameter. In one pass Adam reads a parameter, its gradient and two moments in
 # float32, writes three of them, and the parameter in 16 bits. torch's AdamW with foreach=True makes eight passes, and
@@ -43,7 +49,12 @@ class Run:
             parts of a sequence beside each other.
         exact_sums: whether gradients are reduced in float32.
         updated_bytes: what the optimizer moves for each parameter of a GPU.
-        stages: of a pipeline; ``mesh`` is that of the GPUs of one stage.
+        stages: groups of GPUs of a pipeline; ``mesh`` is that of one.
+        chunks: of layers that each of these has in turn, in 1F1B that is interleaved.
+        counts_vocabulary: whether its two ends count as a layer each where layers are dealt out to stages.
+        dispatch: how tokens go to their experts.
+        neighbours: whether the experts of a token are, from one whose number choices divide.
+        exchanges_beside: whether they do beside the computing of another micro-batch.
         why: what a prediction that is far off is due to.
     """
 
@@ -63,15 +74,39 @@ class Run:
     exact_sums: bool = False
     updated_bytes: int = ONE_PASS
     stages: int = 1
+    chunks: int = 1
+    counts_vocabulary: bool = False
+    dispatch: Literal["all-to-all", "DeepEP"] = "all-to-all"
+    neighbours: bool = False
+    exchanges_beside: bool = False
     why: str = ""
 
     @property
+    def over(self) -> tuple[str, ...]:
+        """The axes of replicas: experts are split over some of these, which have attention whole."""
+        return tuple(name for name in self.mesh.names if name in ("dp", "ep"))
+
+    @property
+    def of_experts(self) -> tuple[str, ...]:
+        """The axes over which experts are split, those of tensor parallelism among them: no expert is."""
+        return tuple(name for name in self.mesh.names if name in ("ep", "tp"))
+
+    @property
     def replicas(self) -> int:
-        return self.mesh.sizes.get("dp", 1)
+        return self.mesh.extent(self.over)
 
     @property
     def tp(self) -> int:
         return self.mesh.sizes.get("tp", 1)
+
+    @property
+    def layers_of_stage(self) -> float:
+        return (self.shape.layers + 2 * self.counts_vocabulary) / (self.stages * self.chunks)
+
+    @property
+    def layers_at_the_end(self) -> float:
+        """Those of the last group of GPUs, all layers where there are no stages."""
+        return self.layers_of_stage * self.chunks - self.counts_vocabulary
 
 
 def board(name: str) -> Hardware:
@@ -201,11 +236,129 @@ def _titan(
     )  # fmt: skip
 
 
+def _mixture_s(shape: Shape, batch: int, gpus: int, tera: float, *, causal: bool) -> float:
+    """Return the seconds of a step from the published TFLOP/s, as num_floating_point_operations of Megatron-LM counts.
+
+    That has the experts that are chosen, without the router, and the scores of all words, up to v0.11; with ``causal``,
+    since 8873b55 of March 2025, half of them.
+    """
+    head = shape.of_head
+    products = 2 * shape.width * head * (shape.heads + shape.kv_heads)
+    products += 3 * shape.width * shape.inner * shape.choices
+    scores = 2 * shape.length * head * shape.heads / (2 if causal else 1)
+    flops = 6 * batch * shape.length * (shape.layers * (products + scores) + shape.width * shape.words)
+    return flops / (gpus * tera * 1e12)
+
+
+MIXTRAL_8X7B = Shape(32, 4096, 32, 32000, 4096, 8, 14336, 8, 2)
+MIXTRAL_8X22B = Shape(56, 6144, 48, 32000, 4096, 8, 16384, 8, 2)
+QWEN3_30B = Shape(48, 2048, 32, 151936, 4096, 4, 768, 128, 8, 128)
+QWEN3_235B = Shape(94, 4096, 64, 151936, 4096, 4, 1536, 128, 8, 128)
+DEEPSEEK_V3 = Shape(61, 7168, 128, 129280, 4096, 128, 2048, 256, 8, 128, (1536, 512, 64), 2048)
+
+
+def _mixture(
+    name: str, shape: Shape, mesh: Mesh, rows: int, micro_batches: int, stages: int, chunks: int, published_s: float,
+    source: str, again: Again, why: str = "",
+) -> Run:  # fmt: skip
+    """Megatron-Core on H100s, in interleaved 1F1B where there are stages, with its distributed optimizer.
+
+    Gradients are summed in float32. Experts are whole, over the GPUs of tensor parallelism too ("parallel folding").
+    Every expert gets as many tokens as the others. Nothing that tensor parallelism sends is hidden, though
+    `--tp-comm-overlap` was given for some, and nobody waits for the host, which starts kernels and counts tokens.
+    """
+    return Run(
+        name, shape, mesh, rows, micro_batches, published_s, source, again, "compiled", "optimizer",
+        split_sequence="tp" in mesh.sizes, hardware="h100", exact_sums=True, stages=stages, chunks=chunks, why=why,
+    )  # fmt: skip
+
+
+def _mixtral_8x7b() -> Run:
+    """The mapping is the page's for v0.8, which reached 438 TFLOP/s, and the speed that of v0.9.
+
+    Its arguments compute nothing again. `training.py` of that version counts all scores.
+    """
+    source = "Megatron-LM, megatron/core/transformer/moe/README.md at 022bcb5, 64 H100s: 468 TFLOP/s"
+    published_s = _mixture_s(MIXTRAL_8X7B, 256, 64, 468, causal=False)
+    return _mixture("Mixtral 8x7B", MIXTRAL_8X7B, Mesh.of(dp=2, ep=8), 1, 16, 4, 8, published_s, source, "nothing")
+
+
+def _mixtral_8x22b(tera: float, routing: str) -> Run:
+    """The mapping is that of runtime_configs/benchmarking/runtime.conf beside the script, which computes nothing again.
+
+    No row is dropped: routers are made to balance, or trained ones are what they are.
+    """
+    source = f"Megatron-MoE-ModelZoo, run_mixtral_8x22B.sh at b09773a, 128 H100s, {routing}: {tera:.0f} TFLOP/s"
+    published_s = _mixture_s(MIXTRAL_8X22B, 256, 128, tera, causal=True)
+    mesh = Mesh.of(dp=2, ep=4, tp=2)
+    return _mixture("Mixtral 8x22B", MIXTRAL_8X22B, mesh, 1, 32, 8, 7, published_s, source, "nothing")
+
+
+def _qwen3_235b(
+    mesh: Mesh, stages: int, chunks: int, published_s: float, what: str, again: Again = "norms", why: str = "",
+    **others: Any,
+) -> Run:  # fmt: skip
+    """Qwen3 235B on 256 H100s, balanced by force, with DeepEP unless ``what`` says otherwise.
+
+    2,048 samples of 4,096 words are a step unless it says so. Activations of experts, a hundredth of a step, aren't
+    computed again here. The arguments are those of `run_235b.sh` at 31c5686, written as the page's figures were, and
+    with FSDP its mapping: the page has tensor parallelism beside FSDP, whose four times of gathering and reducing would
+    take 20 s alone.
+    """
+    source = f"Megatron-MoE-ModelZoo, best_practice/qwen3 at e865051, 256 H100s, {what}: {published_s:.1f} s"
+    times = 2048 // (256 // stages // mesh.sizes.get("tp", 1))
+    run = _mixture("Qwen3 235B", QWEN3_235B, mesh, 1, times, stages, chunks, published_s, source, again, why)
+    return replace(run, **{"counts_vocabulary": stages > 1, "dispatch": "DeepEP", **others})
+
+
+def _qwen3_235b_16k() -> Run:
+    """256 samples of 16,384 words, of which norms and experts are computed again, as the command says."""
+    shape = replace(QWEN3_235B, length=16384)
+    published_s, what = _mixture_s(shape, 256, 256, 295, causal=True), "experts within hosts, 16,384 words, 295 TFLOP/s"
+    return _qwen3_235b(
+        Mesh.of(dp=4, ep=2, tp=4), 8, 4, published_s, what, "norms and experts", shape=shape, micro_batches=32
+    )
+
+
+def _qwen3_30b() -> Run:
+    """FSDP2 of 8 GPUs gathers parameters once a step, and reduces gradients once, as sharded states do here.
+
+    Its loss stays in bfloat16, and positions are turned by several kernels. Its gate gives each token eight experts in
+    a row (`FakeBalancedGate`), which one GPU has.
+    """
+    source = "NeMo Automodel, docs/performance-summary.md at 8d9bfb9, Qwen3 MoE 30B, 8 H100s: 21.773 s"
+    run = _mixture("Qwen3 30B", QWEN3_30B, Mesh.of(ep=8), 4, 16, 1, 1, 21.773, source, "layers")
+    return replace(run, dispatch="DeepEP", neighbours=True, updated_bytes=FOREACH)
+
+
+def _deepseek_v3() -> Run:
+    """Layers alike, of which three have a dense MLP with as many products, and as many layers in each of 32 stages.
+
+    Otherwise as `_qwen3_30b`: FSDP gathers and reduces once a step, and eight experts in a row are on one host.
+    """
+    source = "NeMo Automodel, docs/performance-summary.md at 01926a5, DeepSeek V3 671B, 256 H100s: 8.18 s"
+    run = _mixture("DeepSeek-V3", DEEPSEEK_V3, Mesh.of(ep=64), 1, 8, 4, 8, 8.18, source, "layers")
+    return replace(run, dispatch="DeepEP", neighbours=True, updated_bytes=FOREACH)
+
+
 _KORTHIKANTI = "Korthikanti et al. 2022, arXiv:2205.05198, Table 5"
 _SMALL = (
     "probably its products, the smallest of these runs on H100s and priced at the 794 TFLOP/s of large ones (cuBLAS "
     "reaches 515 of 2048 x 2048 x 2048 and 722 of 2048 x 8192 x 8192, github.com/triton-lang/triton issue 2339), and "
     "a loss over 131,072 words, for which Megatron-LM goes through memory more often than torch's operators"
+)
+_HOST = (
+    "probably waiting for the host, which starts many small kernels for a layer and counts its tokens: with CUDA "
+    "graphs of routers the same plan takes 15.2 s (run_h100_235b.sh); besides, kernels that send hold 24 of 132 SMs "
+    "(sbatch_benchmarking.sh), where a tenth is counted here"
+)
+_MANY_PARTS = (
+    "probably waiting for the host, which starts many small kernels for each of 96 parts of one layer and counts its "
+    "tokens: with 12 layers on each GPU and slower links between experts the page has 19.7 s"
+)
+_SMALL_PARTS = (
+    "probably waiting for the host, which starts many small kernels for a layer and counts its tokens, where a GPU has "
+    "1,024 of them and computes a forward of 1.1 ms; with 4,096 of them, in samples of 16,384, the prediction is near"
 )
 _GPT_22B = Shape(48, 6144, 64, 51200)
 _WHOLE, _HALF, _PRODUCTS = "layers but their end", "every second layer", "every second product"
@@ -262,4 +415,27 @@ RUNS = (
     _titan("Llama-3 8B", LLAMA_3_8B, Mesh.of(dp=128), 2, 6514, _TITAN_2024_12, _PRODUCTS, "compiled"),
     _titan("Llama-3 8B", LLAMA_3_8B, Mesh.of(dp=8, tp=8), 12, 4378, _TITAN_2025_06, _PRODUCTS, "compiled"),
     _titan("Llama-3 70B", LLAMA_3_70B, Mesh.of(dp=32, tp=8), 16, 597.3, _TITAN_2025_06, _WHOLE, "compiled"),
+    _mixtral_8x7b(),
+    _mixtral_8x22b(465, "balanced by force"),
+    _mixtral_8x22b(445, "dropless"),
+    _qwen3_235b(Mesh.of(ep=16, tp=2), 8, 4, 19.7, "experts over 4 hosts"),
+    _qwen3_235b(
+        Mesh.of(ep=16, tp=2), 8, 4, 17.6, "experts over 4 hosts, tokens sent beside computing", exchanges_beside=True,
+        why=_HOST,
+    ),
+    _qwen3_235b(
+        Mesh.of(ep=16, tp=2), 8, 4, _mixture_s(QWEN3_235B, 2048, 256, 320, causal=True),
+        "experts over 4 hosts, beside computing, CUDA graphs of routers, 320 TFLOP/s", exchanges_beside=True,
+    ),
+    _qwen3_235b(
+        Mesh.of(ep=4, tp=2), 32, 3, 24.2, "32 stages, all-to-all within hosts", dispatch="all-to-all", why=_MANY_PARTS
+    ),
+    _qwen3_235b(Mesh.of(dp=4, ep=2, tp=4), 8, 4, 29.0, "experts within hosts", "nothing", _SMALL_PARTS),
+    _qwen3_235b(
+        Mesh.of(dp=32, ep=8), 1, 1, 17.6, "experts within hosts, FSDP", "layers", rows=4, micro_batches=2,
+        sharded="parameters",
+    ),
+    _qwen3_235b_16k(),
+    _qwen3_30b(),
+    _deepseek_v3(),
 )  # fmt: skip
