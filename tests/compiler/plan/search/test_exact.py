@@ -1,6 +1,7 @@
 """Elimination finds the minimum: against trying everything, and against integer programming."""
 
 import itertools
+import math
 from unittest import mock
 
 import numpy as np
@@ -34,6 +35,56 @@ def test_the_minimum_over_all_assignments(problem, sizes):
         found, assignment = minimise(domains, tables)
     assert found == best
     assert cost_at(tables, assignment) == best
+
+
+@st.composite
+def loose_problems(draw):
+    """A value that several read, each of which pays less where it demands what is shared; some readers are tied."""
+    made, shared = draw(st.integers(1, 4)), draw(st.integers(2, 5))
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    domains, tables = [made, shared], [Table((0, 1), random.integers(0, 9, (made, shared)).astype(float))]
+    for reader in range(2, 2 + draw(st.integers(1, 4))):
+        size = draw(st.integers(2, 6))
+        usual = random.choice([*range(20), np.inf], (made, size, 1))
+        less = np.where(random.random((made, size, shared)) < 0.5, random.integers(0, 20, (made, size, shared)), usual)
+        demands = random.integers(0, shared + 2, size)[:, None] == np.arange(shared)
+        costs = np.where(demands, np.minimum(less, usual), usual)
+        domains.append(size)
+        tables.append(Table((0, reader, 1), costs, loose=(reader, 1)))
+    for one, other in itertools.combinations(range(2, len(domains)), 2):
+        if draw(st.booleans()):
+            tables.append(Table((one, other), random.integers(0, 20, (domains[one], domains[other])).astype(float)))
+    return domains, tables
+
+
+@given(loose_problems())
+def test_the_minimum_where_tables_hardly_vary_with_a_variable(problem):
+    domains, tables = problem
+    best = min(cost_at(tables, x) for x in itertools.product(*map(range, domains)))
+    with mock.patch.multiple(min_sum, FEW=1):
+        if best == np.inf:
+            with pytest.raises(PlanError, match="forbidden"):
+                minimise(domains, tables)
+            return
+        found, assignment = minimise(domains, tables)
+    assert found == best == cost_at(tables, assignment)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_what_hardly_varies_is_added_up_by_few_pairs(first):
+    """Over the reader and over what is shared, as many numbers as a plain sum has."""
+    random = np.random.default_rng(0)
+    usual = random.random((40, 1, 30)) if first else random.random((1, 40, 30))
+    costs = np.broadcast_to(usual, (40, 40, 30)).copy()
+    costs[range(40), range(40)] /= 2
+    summands = [costs.reshape(40, 40, 30, 1), random.random((40, 1, 1, 50))]
+    with mock.patch.multiple(min_sum, FEW=1):
+        with mock.patch.object(min_sum, "_work_out", side_effect=min_sum._work_out) as added:
+            found = min_sum.min_sum(summands, (0, 1))
+        assert sum(
+            math.prod(np.broadcast_shapes(*(of.shape for of in call.args[0]))) for call in added.call_args_list
+        ) < 40 * 30 * 50 * (40 / 5)
+        assert np.array_equal(found, min_sum.min_sum(summands))
 
 
 @given(problems(), st.sampled_from([1, 4, 30]))

@@ -214,7 +214,7 @@ def test_equal_layers_keep_their_tables_in_common_while_values_are_left_out():
 def test_what_elimination_takes_is_told_with_equal_layers_once():
     def told(count, whose=id):
         domains, tables = layers(count)
-        return exact.work(domains, [table.scope for table in tables], [whose(table.costs) for table in tables])
+        return exact.work(domains, tables, [whose(table.costs) for table in tables])
 
     domains, tables = layers(6)
     with mock.patch.object(exact, "min_sum", side_effect=exact.min_sum) as made:

@@ -249,7 +249,7 @@ class Bounds:
         same: dict[bytes, int] = {}
         kept = [same.setdefault(values.tobytes(), len(same)) for values in near]
         alike = [(id(table.costs), *(kept[v] for v in table.scope)) for table in tables]
-        return work([len(values) for values in near], [table.scope for table in tables], alike, most)
+        return work([len(values) for values in near], tables, alike, most)
 
     def _every_table(self) -> list[Table]:
         return [*(Table((v,), costs) for v, costs in enumerate(self._alone)), *self._tables]
@@ -291,7 +291,7 @@ class Bounds:
             if wide is None:
                 for v in table.scope:
                     of[v].append(len(found))
-                found.append(table)
+                found.append(Table(table.scope, table.costs))  # what is added to it may tie all of it closely
             else:
                 found[wide] = self._added(found[wide], table)
         return found

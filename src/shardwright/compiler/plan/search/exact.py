@@ -21,8 +21,9 @@ import heapq
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,10 +37,15 @@ Indices = npt.NDArray[np.intp]
 
 @dataclass(frozen=True)
 class Table:
-    """The costs of the choices of a few variables: one dim per variable of ``scope``; infinity forbids."""
+    """The costs of the choices of a few variables: one dim per variable of ``scope``; infinity forbids.
+
+    ``loose`` names two of the variables that are tied loosely: for a value of the one, nearly all values of the other
+    cost the same, and the rest less.
+    """
 
     scope: tuple[int, ...]
     costs: Costs
+    loose: tuple[int, int] | None = None
 
     def at(self, picked: Sequence[int]) -> float:
         """Return the cost where every variable has the value that was picked for it."""
@@ -72,7 +78,7 @@ def without_singles(tables: Sequence[Table], domains: Sequence[int]) -> list[Tab
         scope = tuple(v for v in table.scope if domains[v] != 1)
         shape = tuple(domains[v] for v in scope)
         same = reshaped.setdefault((id(table.costs), shape), table.costs.reshape(shape))
-        found.append(Table(scope, same))
+        found.append(Table(scope, same, table.loose if table.loose and singles.isdisjoint(table.loose) else None))
     return found
 
 
@@ -86,7 +92,7 @@ def among(values: Sequence[Indices], tables: Sequence[Table], known: dict[Hashab
         key = "among", id(table.costs), tuple(values[v].tobytes() for v in table.scope)
         if key not in known:
             known[key] = table.costs[np.ix_(*(values[v] for v in table.scope))]
-        found.append(Table(table.scope, known[key]))
+        found.append(Table(table.scope, known[key], table.loose))
     return found
 
 
@@ -124,7 +130,7 @@ def minimise(domains: Sequence[int], tables: Sequence[Table], limit: float = LIM
     """
     # A variable of one value widens no table: nothing would keep the dims of tables below numpy's limit of 64.
     tables = without_singles(tables, domains)
-    order = _steps(tuple(domains), tuple(table.scope for table in tables), limit)
+    order = _steps(tuple(domains), tuple(table.scope for table in tables), limit, _loose_pairs(tables))
     if order.wider:
         raise TooWide(f"the search would need a table of {order.wider:,} entries")
     rest = _eliminated(order, tables)
@@ -137,29 +143,29 @@ def minimise(domains: Sequence[int], tables: Sequence[Table], limit: float = LIM
 def without_narrow(domains: Sequence[int], tables: Sequence[Table], limit: int) -> Reduced:
     """Return the problem without the variables around which no table has more entries than ``limit``."""
     tables = without_singles(tables, domains)
-    return _eliminated(_steps(tuple(domains), tuple(table.scope for table in tables), limit), tables)
+    steps = _steps(tuple(domains), tuple(table.scope for table in tables), limit, _loose_pairs(tables))
+    return _eliminated(steps, tables)
 
 
-def work(
-    domains: Sequence[int], scopes: Sequence[tuple[int, ...]], alike: Sequence[Hashable], most: float = math.inf
-) -> float:
+def work(domains: Sequence[int], tables: Sequence[Table], alike: Sequence[Hashable], most: float = math.inf) -> float:
     """Return how many entries `minimise` would add up without a limit, or infinity where that is more than ``most``.
 
     Steps of the same tables count once: those for which ``alike`` has the same. It is infinity, too, where the tables
-    that are left would take more memory than there should be for them.
+    that are left would take more memory than there should be for them. Of the tables only their scopes are asked.
     """
-    own = tuple(tuple(v for v in scope if domains[v] != 1) for scope in scopes)
-    order = _steps(tuple(domains), own, most)
+    own = tuple(tuple(v for v in table.scope if domains[v] != 1) for table in tables)
+    order = _steps(tuple(domains), own, most, _loose_pairs(tables, domains))
     every, total, kept = [*alike], 0, 0
     known: dict[Hashable, Hashable] = {}
     for step in order.steps:
-        if step.entries > LARGEST * domains[step.variable]:
+        made = math.prod(domains[v] for v in step.neighbours)
+        if made > LARGEST:
             return math.inf
         made_of = step.kind, *(every[number] for number in step.tables)
         if made_of not in known:
             known[made_of] = "made", len(known)
             total += step.entries
-            kept += step.entries // domains[step.variable]
+            kept += made
         every.append(known[made_of])
     return total if total <= most and kept <= MOST_KEPT and not order.wider else math.inf
 
@@ -189,6 +195,20 @@ class Reduced:
         return found
 
 
+def _loose_pairs(tables: Sequence[Table], domains: Sequence[int] | None = None) -> tuple[tuple[int, int], ...]:
+    """Return the variables that are tied loosely, by one table alone; of those that have several values."""
+    pairs = [table.loose for table in tables if table.loose]
+    if domains is not None:
+        pairs = [pair for pair in pairs if all(domains[v] != 1 for v in pair)]
+    of: dict[int, set[int]] = defaultdict(set)  # by variable, the tables that mention it
+    tied = {v for pair in pairs for v in pair}
+    for number, table in enumerate(tables):
+        for v in table.scope:
+            if v in tied:
+                of[v].add(number)
+    return tuple(pair for pair in pairs if len(of[pair[0]] & of[pair[1]]) == 1)
+
+
 def _eliminated(steps: _Eliminations, tables: Sequence[Table]) -> Reduced:
     total = sum(float(table.costs) for table in tables if not table.scope)
     every, found = [table.costs for table in tables], []
@@ -201,12 +221,12 @@ def _eliminated(steps: _Eliminations, tables: Sequence[Table]) -> Reduced:
         if (made := known.get(made_of)) is None:
             order = step.variable, *step.neighbours
             of = (Table(scope, costs) for scope, costs in zip(step.scopes, touching, strict=True))
-            made = known[made_of] = touching, min_sum([aligned(table, order) for table in of])
+            made = known[made_of] = touching, min_sum([aligned(table, order) for table in of], step.loose)
         found.append(made[0])
         every.append(made[1])
         if not step.neighbours:
             total += float(made[1])
-    left = [Table(scope, every[number]) for number, scope in steps.left]
+    left = (tables[number] if number < len(tables) else Table(scope, every[number]) for number, scope in steps.left)
     return Reduced(total, tuple(left), steps.steps, tuple(found))
 
 
@@ -272,70 +292,116 @@ class _Order:
 
     Variables of one value are none. The age of a variable is how many of those around it went one after the other; a
     table counts as larger by half for each.
+
+    Args:
+        loose: variables that are tied loosely, by one table alone.
     """
 
-    def __init__(self, domains: Sequence[int], scopes: tuple[tuple[int, ...], ...]) -> None:
+    def __init__(
+        self,
+        domains: Sequence[int],
+        scopes: tuple[tuple[int, ...], ...],
+        loose: tuple[tuple[int, int], ...] = (),
+    ) -> None:
         self._domains = domains
+        self._loose: dict[int, set[int]] = defaultdict(set)
+        for one, other in loose:
+            self._loose[one].add(other)
+            self._loose[other].add(one)
         single = frozenset(variable for variable, size in enumerate(domains) if size == 1)
         tied = _neighbours(scopes)
         self.near = {variable: {*(around - single)} for variable, around in tied.items() if variable not in single}
         """The variables around each that is left."""
-        self._ranks = {
-            variable: (math.prod([domains[v] for v in around], start=domains[variable]), 0)
-            for variable, around in self.near.items()
-        }
-        self._heap = [(entries * (2 + age), entries, variable) for variable, (entries, age) in self._ranks.items()]
+        self._ranks: dict[int, _Rank] = {}
+        self._heap: list[tuple[int, int, int]] = []
+        for variable, around in self.near.items():
+            entries = math.prod([domains[v] for v in around], start=domains[variable])
+            self._ranks[variable] = self._rank(variable, entries, 0)
+        self._heap = [(*rank.place, variable) for variable, rank in self._ranks.items()]
         heapq.heapify(self._heap)
 
     def next(self, most: float = math.inf) -> tuple[int, int] | None:
-        """The entries of the next table that has no more than ``most``, and its variable; None where none is left."""
+        """The entries that the next table takes, no more than ``most``, and its variable; None where none is left."""
         while self._heap:
-            weighed, entries, variable = self._heap[0]
-            known, age = self._ranks.get(variable, (0, 0))
-            if (weighed, entries) == (known * (2 + age), known) and entries <= most:
-                return entries, variable
+            *place, variable = self._heap[0]
+            known = self._ranks.get(variable)
+            if known is not None and known.place == tuple(place) and known.work <= most:
+                return known.work, variable
             heapq.heappop(self._heap)  # its table or its age is no longer this, or too large until it changes
         return None
 
     def smallest(self) -> tuple[int, int]:
-        """The entries of the smallest table, and its variable."""
-        return min((entries, variable) for variable, (entries, _) in self._ranks.items())
+        """The entries that the smallest table takes, and its variable."""
+        return min((rank.work, variable) for variable, rank in self._ranks.items())
+
+    def loosely(self, variable: int) -> int | None:
+        """Return the variable with most values of those that one is tied to loosely."""
+        return max(self._loose.get(variable, ()), key=self._domains.__getitem__, default=None)
 
     def eliminate(self, variable: int) -> set[int]:
         """Eliminate a variable, which ties all around it to each other; these."""
-        entries, age = self._ranks.pop(variable)
-        together, domains, size = self.near.pop(variable), self._domains, self._domains[variable]
+        gone = self._ranks.pop(variable)
+        together, domains, size = self._apart(variable), self._domains, self._domains[variable]
         for v in together:
             around = self.near[v]
-            around.discard(variable)
             more = together - around
             more.discard(v)
-            entries, old = self._ranks[v]
-            entries //= size
+            entries, old = self._ranks[v].entries // size, self._ranks[v].age
             for new in more:
                 entries *= domains[new]
             around |= more
-            self._rank(v, entries, max(age, old) + 1)
+            if v in self._loose:
+                self._loose[v] -= together
+            self._push(v, entries, max(gone.age, old) + 1)
         return together
 
     def settle(self, variable: int) -> None:
         """Take a variable away as if it had one value."""
         del self._ranks[variable]
-        for v in self.near.pop(variable):
-            self.near[v].discard(variable)
-            entries, age = self._ranks[v]
-            self._rank(v, entries // self._domains[variable], age)
+        for v in self._apart(variable):
+            known = self._ranks[v]
+            self._push(v, known.entries // self._domains[variable], known.age)
 
-    def _rank(self, variable: int, entries: int, age: int) -> None:
-        self._ranks[variable] = entries, age
-        heapq.heappush(self._heap, (entries * (2 + age), entries, variable))
+    def _apart(self, variable: int) -> set[int]:
+        """Take a variable away from those around it; these."""
+        for v in self._loose.pop(variable, ()):
+            self._loose[v].discard(variable)
+        together = self.near.pop(variable)
+        for v in together:
+            self.near[v].discard(variable)
+        return together
+
+    def _push(self, variable: int, entries: int, age: int) -> None:
+        self._ranks[variable] = rank = self._rank(variable, entries, age)
+        heapq.heappush(self._heap, (*rank.place, variable))
+
+    def _rank(self, variable: int, entries: int, age: int) -> _Rank:
+        other = self.loosely(variable)
+        work = entries
+        if other is not None:
+            work = 2 * (entries // self._domains[other]) + entries // self._domains[variable]
+        return _Rank(entries, min(work, entries), age)
+
+
+class _Rank(NamedTuple):
+    """The place of a variable in the order: the entries of all around it, those that are added up, and its age."""
+
+    entries: int
+    work: int
+    age: int
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """By what the place goes."""
+        return self.entries * (2 + self.age), self.work
 
 
 @dataclass(frozen=True)
 class _Elimination:
     """The elimination of a variable: of which tables, by their numbers, and over which neighbours one is left.
 
-    ``kind`` is the same for steps whose tables mention the variables in the same places.
+    ``kind`` is the same for steps whose tables mention the variables in the same places. ``entries`` are those that are
+    added up, and ``loose`` says which of the tables hardly varies with one of its dims, and with which (`min_sum`).
     """
 
     variable: int
@@ -344,6 +410,7 @@ class _Elimination:
     tables: tuple[int, ...]
     scopes: tuple[tuple[int, ...], ...]
     kind: int
+    loose: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -360,8 +427,13 @@ class _Eliminations:
 
 
 @lru_cache(maxsize=64)  # at each price of a byte tables have the same scopes
-def _steps(domains: tuple[int, ...], scopes: tuple[tuple[int, ...], ...], limit: float) -> _Eliminations:
-    """The order in which variables are eliminated while no table has more entries than ``limit``.
+def _steps(
+    domains: tuple[int, ...],
+    scopes: tuple[tuple[int, ...], ...],
+    limit: float,
+    loose: tuple[tuple[int, int], ...] = (),
+) -> _Eliminations:
+    """The order in which variables are eliminated while no table takes more entries than ``limit``.
 
     Cached by whole numbers, of which it is a function: costs do not enter.
     """
@@ -370,12 +442,12 @@ def _steps(domains: tuple[int, ...], scopes: tuple[tuple[int, ...], ...], limit:
     for number, scope in enumerate(scopes):
         for variable in scope:
             pending[variable][number] = None
-    order = _Order(domains, scopes)
+    order = _Order(domains, scopes, loose)
     found: list[_Elimination] = []
     kinds: dict[Hashable, int] = {}
     while (following := order.next(limit)) is not None:
         entries, variable = following
-        touching = pending.pop(variable)
+        touching, other = pending.pop(variable), order.loosely(variable)
         neighbours = tuple(sorted(order.eliminate(variable)))
         for number in touching:
             for v in every[number]:
@@ -388,6 +460,9 @@ def _steps(domains: tuple[int, ...], scopes: tuple[tuple[int, ...], ...], limit:
         own = tuple(every[of] for of in touching)
         kind = kinds.setdefault(tuple(tuple(places.index(v) for v in scope) for scope in own), len(kinds))
         found.append(_Elimination(variable, neighbours, entries, tuple(touching), own, kind))
+        if other is not None:
+            [at] = [at for at, scope in enumerate(own) if other in scope]
+            found[-1] = replace(found[-1], loose=(at, 1 + neighbours.index(other)))
     wider = order.smallest()[0] if order.near else 0
     gone = {number for step in found for number in step.tables}
     left = tuple((number, scope) for number, scope in enumerate(every) if scope and number not in gone)

@@ -4,6 +4,15 @@
 
 Of each value of x the last sum and the minimum go over all entries: in parts that a processor's cache holds, and on all
 cores where there are many. What mentions few variables is added up before.
+
+Some tables hardly vary with a variable h: for a value of x they say one thing for nearly all values of h, and less for
+the rest. With M(x, y) the most that B(x, y, h) says for any h, and the pairs (x, h) that ever say less,
+
+    minimum over x of  A(x, z) + B(x, y, h)  =  min( minimum over x of           A(x, z) + M(x, y)
+                                                     minimum over those pairs of A(x, z) + B(x, y, h) )
+
+since B is M at all other pairs, and nowhere more. That takes as much less as h has values. M may as well be the most
+for any x, of y and h.
 """
 
 from __future__ import annotations
@@ -22,13 +31,15 @@ Costs = npt.NDArray[np.float64]
 FEW = 1 << 18  # entries that are added up at once
 SLAB = 1 << 17  # entries of the result that are made at a time, which a processor's caches hold
 MANY = 1 << 22  # entries that all cores add up
+FEW_PAIRS = 2  # for each value of a dim, of those that say less than others
 
 
-def min_sum(summands: Sequence[Costs]) -> Costs:
+def min_sum(summands: Sequence[Costs], loose: tuple[int, int] | None = None) -> Costs:
     """Return the least of the sum of some arrays over their first dim.
 
     Args:
         summands: arrays of equally many dims, each as long in all of them or 1.
+        loose: which of them hardly varies with a dim, and that dim, along which all others have one entry.
 
     Example:
         >>> min_sum([np.array([[0.0], [5.0]]), np.array([[3.0, 9.0], [1.0, 2.0]])])
@@ -37,6 +48,8 @@ def min_sum(summands: Sequence[Costs]) -> Costs:
     shape = np.broadcast_shapes(*(of.shape for of in summands))
     if math.prod(shape) <= FEW or len(shape) == 1:
         return np.asarray(sum(sorted(summands, key=np.size)).min(axis=0))  # type: ignore[union-attr]
+    if loose is not None and (found := _by_pairs(summands, *loose)) is not None:
+        return found
     summands = _fewer(summands)
     dims = _order(summands)
     ordered = [_with_long_rows(of.transpose(dims)) for of in summands]
@@ -54,6 +67,34 @@ def min_sum(summands: Sequence[Costs]) -> Costs:
             for _ in pool.map(work_out, slabs):
                 pass
     return least.transpose(np.argsort(dims[1:]))
+
+
+def _by_pairs(summands: Sequence[Costs], at: int, dim: int) -> Costs | None:
+    """Return the least by the pairs in which an array says less than for others; None where these are too many."""
+    of, others = summands[at], [*summands[:at], *summands[at + 1 :]]
+    over, (usual, pairs) = min(((over, _usual(of, dim, over)) for over in (dim, 0)), key=lambda on: int(on[1][1].sum()))
+    if pairs.sum() > FEW_PAIRS * max(pairs.shape):
+        return None
+    shape = np.broadcast_shapes(*(summand.shape[1:] for summand in summands))
+    least = np.moveaxis(np.empty([shape[dim - 1], *shape[: dim - 1], *shape[dim:]]), 0, dim - 1)
+    if over:
+        least[...] = min_sum([usual, *others])
+    else:
+        least[...] = usual[0] + (min_sum(others) if others else 0.0)
+    here: list[slice | npt.NDArray[np.intp]] = [slice(None)] * of.ndim
+    for value in np.flatnonzero(pairs.any(axis=0)).tolist():
+        kept = np.flatnonzero(pairs[:, value])
+        here[dim] = slice(value, value + 1)
+        parts = [of[kept][tuple(here)], *(other[kept] for other in others)]
+        part = least[tuple(here[1:])]
+        np.minimum(part, min_sum(parts), out=part)
+    return least
+
+
+def _usual(costs: Costs, dim: int, over: int) -> tuple[Costs, npt.NDArray[np.bool_]]:
+    """Return the most along ``over``, and by the values of the first dim and of ``dim`` whether they ever have less."""
+    usual = costs.max(axis=over, keepdims=True)
+    return usual, (costs < usual).any(axis=tuple(i for i in range(1, costs.ndim) if i != dim))
 
 
 def _fewer(summands: Sequence[Costs]) -> list[Costs]:

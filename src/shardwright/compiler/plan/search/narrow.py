@@ -133,7 +133,7 @@ def _least(
     learned: WarmStart,
 ) -> Minimum:
     most = work if math.isinf(below) else min(work, LITTLE_WORK)
-    if work_of(domains, [table.scope for table in tables], [id(table.costs) for table in tables], most) <= most:
+    if work_of(domains, tables, [id(table.costs) for table in tables], most) <= most:
         cost, picked = minimise(domains, tables, math.inf)
         return Minimum(cost, cost, picked)
     return _narrowed(Bounds(domains, tables, learned), limit, work, below, enough)

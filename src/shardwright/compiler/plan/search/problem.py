@@ -195,13 +195,13 @@ def _alike(facts: Value) -> Hashable:
 class EdgeTables:
     """The tables of a value: over its producer and each consumer, and where a target is shared, over more.
 
-    Of two consumers one table says it all: where both demand the same target, it is paid for once. Of more, none can
+    Of two consumers one table sees both: where they demand the same target, it is paid for once. Of more, none can
     see which target another demands. A variable between them, the hub, settles which target is paid for once; who
     demands that one pays nothing, every other pays for itself.
     """
 
     consumers: tuple[Costs, ...]  # producer x consumer, or producer x consumer x hub
-    both: Costs | None = None  # producer x consumer x other consumer, in the place of all others
+    both: Costs | None = None  # producer x consumer x other consumer: what the other pays beside the first
     hub: Costs | None = None  # producer x hub; the hub's last choice: nothing is shared
     shared: tuple[Target, ...] = ()  # what each choice of the hub but the last stands for
 
@@ -225,8 +225,9 @@ def _edges(
     if shared and differ and len(columns) == 2 and len(costs) * math.prod(map(len, columns)) <= SHARING_LIMIT:
         one, other = columns
         alike = one[:, None] == other  # consumer x other consumer
-        both = np.maximum(own[0][:, one, None], own[1][:, None, other])  # equal ones are paid for once
-        return EdgeTables((), np.where(alike, both, own[0][:, one, None] + own[1][:, None, other]))
+        paid, more = own[0][:, one, None], own[1][:, None, other]
+        once = np.maximum(more - np.where(np.isfinite(paid), paid, 0.0), 0.0)
+        return EdgeTables((own[0][:, one],), np.where(alike, once, more))
     widest = max((len(consumer) for consumer in columns), default=0)
     if not shared or len(costs) * widest * (len(shared) + 1) > SHARING_LIMIT:
         return EdgeTables(tuple(of[:, at] for of, at in zip(own, columns, strict=True)))
@@ -409,15 +410,14 @@ class Problem:
         edges = self.known.edges(facts, layouts, [targets for _, targets in consumers], differ=differ, first=first)
         if edges.both is not None:
             self.shared_by_two.add(value)
-            self.tables.append(Table((producer, *variables), edges.both))
-            return
+            self.tables.append(Table((producer, *variables), edges.both, loose=(variables[1], variables[0])))
         hub: tuple[int, ...] = ()
         if edges.hub is not None:
             hub = (self._variable(edges.hub.shape[1]),)
             self.hubs[value] = hub[0], edges.shared
             self.tables.append(Table((producer, *hub), edges.hub))
-        for variable, costs in zip(variables, edges.consumers, strict=True):
-            self.tables.append(Table((producer, variable, *hub), costs))
+        for variable, costs in zip(variables, edges.consumers, strict=edges.both is None):
+            self.tables.append(Table((producer, variable, *hub), costs, loose=(variable, *hub) if hub else None))
 
     def _add_output(self, value: str, producer: int, layouts: tuple[Layout, ...]) -> None:
         """A value that leaves the program is brought to its layout; a gradient comes back to the loss alone."""
