@@ -11,7 +11,8 @@ nearest are next (Lemaréchal, Nemirovskii and Nesterov, *New variants of bundle
 finer meshes the last ones of coarser: most plans compute for longer.
 
 Each mesh is looked at once. Then it is always the one with the least bound, until that is near what the best plan
-takes: where the bound is above that, nothing on a mesh is worth another look.
+takes: where the bound is above that, nothing on a mesh is worth another look. Nor is a mesh whose bound is hardly less
+than that of the coarser mesh of whose axes it has the parts: what the coarser one does not promise, it does not either.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ MOST_WEIGHTS = 5  # of what is hidden, for each of which a search is made, on an
 CLOSE_TO_BOUND = 5e-3  # a gap, as a share, that is worth no other weights
 CLOSE_TO_TOP = 0.25  # a rise of the bound, as a share of the gap, that is worth no other weights
 CLOSE_WEIGHTS = 1e-3
+PROMISE = 5e-3  # what the bound on finer mesh is less, as a share of that on coarser ones, that is worth a search there
 WEIGHT = (0.0, 1.0)  # the least and the largest
 LEVEL = 0.5  # of what planes allow the bound to rise at most, so much is looked for
 
@@ -78,6 +80,7 @@ class _OnMesh:
     mesh: Mesh
     heights: dict[PerDirection, float] = field(default_factory=dict)
     is_bounded: bool = True
+    is_passed_over: bool = False
 
     @property
     def best(self) -> PerDirection:
@@ -150,7 +153,7 @@ class HidingMeshes(Meshes):
         if not self._weighed:
             return None
         least_s = self._least_s()
-        of = min(self._on.values(), key=lambda of: of.height)
+        of = min((of for of in self._on.values() if not of.is_passed_over), key=lambda of: of.height)
         if self._is_close(of) or len(of.heights) >= MOST_WEIGHTS:
             return None
         planes = [one.plane(self._hides) for one in self._known_on(of.mesh)]
@@ -162,6 +165,11 @@ class HidingMeshes(Meshes):
         weights = nearest(planes, of.height + LEVEL * (top - of.height), of.best)
         return None if any(_are_close(weights, other) for other in of.heights) else (of.mesh, weights)
 
+    def _least_on_coarser(self, mesh: Mesh, weights: PerDirection) -> float:
+        """Return the least bound at weights on the meshes of whose axes one has the parts."""
+        coarser = (of for of in self._on.values() if of.mesh != mesh and _refines(mesh, of.mesh))
+        return min((of.heights[weights] for of in coarser if weights in of.heights), default=math.inf)
+
     def _known_on(self, mesh: Mesh) -> list[Weighed]:
         """Return the plans that were found on a mesh, or on one of whose axes it has the parts."""
         return [one for one in self._weighed if _refines(mesh, one.plan.mesh)]
@@ -171,6 +179,7 @@ class HidingMeshes(Meshes):
         known = (one.at(weights, self._hides) for one in self._known_on(on_mesh.mesh))
         below = min([*known, self._least_s() + self._more_s])
         on_mesh.price = self._prices.get(weights, 0.0)
+        on_mesh.promise = self._least_on_coarser(on_mesh.mesh, weights) * (1 - PROMISE)
         on_mesh.asks_others = on_mesh.mesh not in self._on  # at other weights most of them find the same
         with stage(search=f"hiding {weights.forward:.3g}, {weights.backward:.3g}"):
             looked = self.looked_at(on_mesh, below)
@@ -181,6 +190,7 @@ class HidingMeshes(Meshes):
         of = self._on.setdefault(on_mesh.mesh, _OnMesh(on_mesh.mesh))
         of.heights[weights] = below if looked.bound is None else looked.bound
         of.is_bounded &= looked.bound is not None
+        of.is_passed_over = looked.is_passed_over
         self._bounds = [max(0.0, of.height - self._more_s) if of.is_bounded else None for of in self._on.values()]
 
     def _least_s(self) -> float:

@@ -50,6 +50,8 @@ class MeshSearch:
         self._sizes: dict[Hashable, int] = {}  # Cached by shape, dtype and layout, which on one mesh say all
         self.price = 0.0
         """Of a byte, at which the plan was found that is to be beaten; 0 where there is none."""
+        self.promise = math.inf
+        """What the bound on this mesh must be below for it to be searched further than that."""
         self.asks_others = True
         """Whether other searches may be asked for what costs less, where a gap is left."""
 
@@ -87,6 +89,7 @@ class MeshSearch:
             self.fewest,
             self.price,
             once=bool(self.price),
+            promise=self.promise,
         )
 
     def first(

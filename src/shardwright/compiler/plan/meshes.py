@@ -52,6 +52,7 @@ class Looked:
     """The outcome of a search of a mesh: a line about it, the bound of all its choices, and one that costs less.
 
     The bound is None where the search has none. ``price`` is that of a byte at which a choice was found, if any was.
+    ``is_passed_over`` says that the bound alone was looked for.
     """
 
     said: str
@@ -59,6 +60,7 @@ class Looked:
     choice: Choice | None = None
     price: float = 0.0
     error: PlanError | None = None
+    is_passed_over: bool = False
 
 
 class Meshes:
@@ -185,8 +187,11 @@ def _searched(on_mesh: MeshSearch, row: Search, below: float) -> Looked:
     try:
         choice = search_mesh(on_mesh, row, below)
     except NothingBelow as nothing:
-        said = f"has no cheaper plan: nothing on it costs less than {in_unit(nothing.bound, row)}"
-        return Looked(said, min(nothing.bound, below))
+        least = in_unit(nothing.bound, row)
+        if nothing.bound < below and nothing.bound >= on_mesh.promise:
+            said = f"not searched further: nothing on it costs less than {least}, hardly less than on fewer axes"
+            return Looked(said, nothing.bound, is_passed_over=True)
+        return Looked(f"has no cheaper plan: nothing on it costs less than {least}", min(nothing.bound, below))
     except OverBudget as over:
         said = f"has no plan that fits: the one that holds least holds {in_bytes(over.least_bytes)}"
         return Looked(said, over.bound, error=over)

@@ -65,6 +65,8 @@ class Budget:
     """Of a byte, at which a plan was found that is to be beaten; 0 where there is none."""
     once: bool = False
     """True where no other price is tried."""
+    promise: float = math.inf
+    """Where no other price is tried, what the bound at that one must be below for anything further to be asked."""
     alternatives: Callable[[Choice], Choice] | None = None
     """A choice or what costs less of other ways to plan: what is to be beaten where choices are divided, as a gap is
     left. Without it they are not divided."""
@@ -346,13 +348,15 @@ def next_price(found: Sequence[PricedChoice], limit_bytes: int) -> float:
 def _beating(below: float, free: Callable[[], Choice], solve: Solve, budget: Budget) -> Choice:
     """The cheapest that fits and costs less than ``below``, at the price of the plan which costs that.
 
+    None is looked for where the bound at that price is no less than what a search is worth.
+
     Where what is found there holds more than the budget, the bound is smaller at lower prices, and none is looked for
     without a price.
 
     Raises:
         NothingBelow: where none was found.
     """
-    choices, bound, above = solve(budget.price, below)
+    choices, bound, above = solve(budget.price, min(below, budget.promise))
     looked_at, found = [*choices], list[Choice]()
     if above < 0:
         without = free()

@@ -108,6 +108,7 @@ LIMIT = 1_000_000
 
 LARGEST = 20_000_000
 """The largest table that is kept, in entries: 160 MB."""
+TIES = 4  # times what is left after a variable counts beside what is added up: it ties those around it to each other
 MOST_KEPT = 150_000_000
 """So many entries of all tables are kept at most: 1.2 GB."""
 
@@ -288,7 +289,7 @@ def _neighbours(scopes: tuple[tuple[int, ...], ...]) -> dict[int, frozenset[int]
 
 
 class _Order:
-    """The order in which variables are eliminated: by the size of their table and by age, then by number.
+    """The order in which variables are eliminated: by what that takes and leaves and by age, then by number.
 
     Variables of one value are none. The age of a variable is how many of those around it went one after the other; a
     table counts as larger by half for each.
@@ -376,24 +377,27 @@ class _Order:
         heapq.heappush(self._heap, (*rank.place, variable))
 
     def _rank(self, variable: int, entries: int, age: int) -> _Rank:
-        other = self.loosely(variable)
-        work = entries
+        other, made, work = self.loosely(variable), entries // self._domains[variable], entries
         if other is not None:
-            work = 2 * (entries // self._domains[other]) + entries // self._domains[variable]
-        return _Rank(entries, min(work, entries), age)
+            work = min(work, 2 * (entries // self._domains[other]) + made)
+        return _Rank(entries, work, made, age)
 
 
 class _Rank(NamedTuple):
-    """The place of a variable in the order: the entries of all around it, those that are added up, and its age."""
+    """The place of a variable in the order, by the entries of all around it.
+
+    ``work`` are those that are added up, and ``made`` those of the table that is left.
+    """
 
     entries: int
     work: int
+    made: int
     age: int
 
     @property
     def place(self) -> tuple[int, int]:
         """By what the place goes."""
-        return self.entries * (2 + self.age), self.work
+        return (self.work + TIES * self.made) * (2 + self.age), self.work
 
 
 @dataclass(frozen=True)
