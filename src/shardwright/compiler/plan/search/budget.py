@@ -147,12 +147,12 @@ def fitting(
         NothingBelow: where none that fits costs less than ``below``.
         OverBudget: where none fits.
     """
+    if budget.once:
+        return _beating(below, free, solve, budget)
     tried = _PriceSearch(solve, budget, below)
     if budget.price:
         with suppress(TooWide):
             tried.at(budget.price)
-    if budget.once:
-        return _beating(below, free, solve, budget)
     if not tried.is_close:
         try:
             choice = free()

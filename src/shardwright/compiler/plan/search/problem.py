@@ -225,9 +225,9 @@ def _edges(
     if shared and differ and len(columns) == 2 and len(costs) * math.prod(map(len, columns)) <= SHARING_LIMIT:
         one, other = columns
         alike = one[:, None] == other  # consumer x other consumer
-        paid, more = own[0][:, one, None], own[1][:, None, other]
-        once = np.maximum(more - np.where(np.isfinite(paid), paid, 0.0), 0.0)
-        return EdgeTables((own[0][:, one],), np.where(alike, once, more))
+        paid, others = own[0][:, one, None], own[1][:, None, other]
+        beside = np.maximum(others - np.where(np.isfinite(paid), paid, 0.0), 0.0)
+        return EdgeTables((own[0][:, one],), np.where(alike, beside, others))
     widest = max((len(consumer) for consumer in columns), default=0)
     if not shared or len(costs) * widest * (len(shared) + 1) > SHARING_LIMIT:
         return EdgeTables(tuple(of[:, at] for of, at in zip(own, columns, strict=True)))
@@ -417,7 +417,7 @@ class Problem:
             self.hubs[value] = hub[0], edges.shared
             self.tables.append(Table((producer, *hub), edges.hub))
         for variable, costs in zip(variables, edges.consumers, strict=edges.both is None):
-            self.tables.append(Table((producer, variable, *hub), costs, loose=(variable, *hub) if hub else None))
+            self.tables.append(Table((producer, variable, *hub), costs, loose=(variable, hub[0]) if hub else None))
 
     def _add_output(self, value: str, producer: int, layouts: tuple[Layout, ...]) -> None:
         """A value that leaves the program is brought to its layout; a gradient comes back to the loss alone."""
