@@ -8,7 +8,7 @@ import torch
 
 from shardwright.compiler.capture.ir import Capture, Node, Pin, Value
 from shardwright.compiler.mesh.mesh import Mesh
-from shardwright.compiler.plan import mesh_search
+from shardwright.compiler.plan import hidden, mesh_search
 from shardwright.compiler.plan.make import make_plan
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.hardware import shipped
@@ -153,3 +153,18 @@ def test_pins_have_the_axes_that_they_need():
     """2 x 32 and 4 x 16 slices take other meshes."""
     for slices, mesh in (((2, 32), "d.0=2 d.1=32"), ((4, 16), "d.0=4 d.1=16")):
         assert str(planned(64, graph(Pin((slices, None), (None,), "a.py:1"))).mesh) == mesh
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_a_finer_mesh_that_promises_no_more_than_the_coarser_one_is_searched_no_further(monkeypatch, share):
+    """Its bound counts: of all shares, the bound of the plan is one for what is found where every mesh is searched."""
+    tall = graph(rows=1 << 16, inner=4096, columns=4096)
+    hardware = replace(shipped("h100"), ranks_per_host=4)
+    request = PlanRequest(Mesh.of(d=8), hardware=hardware)
+    request = replace(request, memory=make_plan(tall, request).held.total - 10**6)
+    every = make_plan(tall, replace(request, axes=Mesh.of(a=2, b=2, c=2)))
+    monkeypatch.setattr(hidden, "PROMISE", share)
+    plan = make_plan(tall, request)
+    assert plan.held.total <= request.memory
+    assert plan.bound <= min(plan.cost, every.cost)
+    assert " not searched further: nothing on it costs less than" in plan.considered[1]
