@@ -233,7 +233,7 @@ def _full():
     raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("surfaces", ["check", "wait", "save", "close"])
+@pytest.mark.parametrize("surfaces", ["check", "save", "close"])
 def test_an_error_surfaces_at_the_next_call_once(tmp_path, surfaces):
     save_step(Store(tmp_path), 1)
     failing = Faulty(LocalFiles(), 17, _full)

@@ -34,8 +34,12 @@ def points(files, directory, replaced):
 
 @pytest.mark.parametrize(
     ("first", "replaced", "seeds"),
-    [(False, False, 1), (False, True, 1), (True, False, 1), pytest.param(False, True, 6, marks=pytest.mark.slow)],
-    ids=["another name", "the same name", "the first save", "many crashes"],
+    [
+        (False, True, 1),
+        (True, False, 1),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(False, False, 1), (False, True, 6)]),
+    ],
+    ids=["the same name", "the first save", "another name", "many crashes"],
 )
 def test_a_machine_that_fails_at_any_operation_leaves_a_good_checkpoint(first, replaced, seeds):
     name = "same" if replaced else None

@@ -94,7 +94,7 @@ def cases(draw):
     return before, after, tensors, sizes
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=FIXTURES)
+@settings(max_examples=20, deadline=None, suppress_health_check=FIXTURES)
 @given(cases())
 def test_any_layout_is_loaded_as_any_other(tmp_path, case):
     before, after, tensors, sizes = case
@@ -114,7 +114,7 @@ def test_any_layout_is_loaded_as_any_other(tmp_path, case):
                 assert same(wanted[path].local, part), (path, rank, new)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=FIXTURES)
+@settings(max_examples=20, deadline=None, suppress_health_check=FIXTURES)
 @given(st.data())
 def test_any_box_is_read_from_few_blocks(tmp_path, data):
     shape = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
@@ -136,7 +136,7 @@ def test_any_box_is_read_from_few_blocks(tmp_path, data):
         assert len(read.reads) <= 2 * straight + len(needed)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=FIXTURES)
+@settings(max_examples=20, deadline=None, suppress_health_check=FIXTURES)
 @given(st.data())
 def test_a_byte_flipped_in_a_block_that_is_read_is_found(tmp_path, data):
     """And one in a block that is not read makes no difference to what is loaded."""

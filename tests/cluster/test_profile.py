@@ -79,6 +79,7 @@ def beside():
     And the speed of attention beside products that are as fast as no CPU is.
     """
     world = sw.init("gloo")
+    overheads.beyond_caches = lambda least_bytes, cached_bytes: least_bytes  # which takes long
     found = overheads.measure_overheads(world, DeviceSpeeds((("float32", 1e18),), 1e18, 1e-12, 1.0))
     nothing_s = overheads._around_s(world, DeviceSpeeds((("float32", 1e18),), 1e18, 60.0, 1.0))
     return found, nothing_s, _attention(world.device, {"float32": 1e18})

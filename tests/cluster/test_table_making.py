@@ -340,7 +340,7 @@ def hosts_with_devices(draw):
     return Hosts(tuple(Host(name, len(chosen), devices=chosen) for name in names for chosen in [draw(ids)]))
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(

@@ -31,7 +31,8 @@ def started(source: str) -> list[str]:
 def test_all_threads_beside_tensors_are_ours():
     text = "threading.Thread(target=f); ThreadPoolExecutor(3)\nclass A(threading.Thread): ..."
     assert len(started(text)) == 3
-    found = {str(path.relative_to(package.FOLDER)): started(path.read_text()) for path in package.FOLDER.rglob("*.py")}
+    texts = {str(path.relative_to(package.FOLDER)): path.read_text() for path in package.FOLDER.rglob("*.py")}
+    found = {name: started(text) for name, text in texts.items() if "hread" in text}  # parsing takes long
     found = {name: calls for name, calls in found.items() if calls and not name.startswith(WITHOUT_TENSORS)}
     assert list(found) == ["common/threads.py"], found
 

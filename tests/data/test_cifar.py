@@ -106,7 +106,7 @@ def by_python_3(protocol):
     return pickle.dumps(entries, protocol=protocol)
 
 
-@pytest.mark.parametrize("contents", [by_python_3(p) for p in (2, 3, 4, 5)], ids=["2", "3", "4", "5"])
+@pytest.mark.parametrize("contents", [by_python_3(2), by_python_3(5)], ids=["2", "5"])
 def test_files_written_by_python_3(tmp_path, contents):
     write(tmp_path)
     for number in range(1, 6):
@@ -134,12 +134,10 @@ class Runs:
         return self.call
 
 
-@pytest.mark.parametrize("protocol", [0, 2, 4])
 @pytest.mark.parametrize(
-    ("function", "name"),
-    [(os.mkdir, "posix.mkdir"), (eval, "builtins.eval"), (np.load, "numpy.load"), (getattr, "builtins.getattr")],
+    ("function", "protocol"), [(os.mkdir, 0), (os.mkdir, 4), (eval, 2), (np.load, 4), (getattr, 2)]
 )
-def test_a_malicious_pickle_is_refused_and_runs_nothing(tmp_path, protocol, function, name):
+def test_a_malicious_pickle_is_refused_and_runs_nothing(tmp_path, protocol, function):
     marker = tmp_path / "ran"
     call = {os.mkdir: (str(marker),), eval: (f"__import__('os').mkdir({str(marker)!r})",)}.get(function, ("x", "y"))
     path = write(tmp_path) / "cifar-10-batches-py" / "data_batch_2"
@@ -148,7 +146,7 @@ def test_a_malicious_pickle_is_refused_and_runs_nothing(tmp_path, protocol, func
     assert not marker.exists()
     assert message.startswith(f"{path}: at offset ")
     assert "which could run code" in message
-    assert name.split(".")[1] in message
+    assert function.__name__ in message
 
 
 @pytest.mark.parametrize(
@@ -229,10 +227,6 @@ def test_a_damaged_pickle_raises_nothing_else(data):
     ("length", "message"),
     [
         (0, "at offset 0: expected a record of 3073 bytes (label and image), got 0 bytes and the end of the file"),
-        (
-            1000,
-            "at offset 0: expected a record of 3073 bytes (label and image), got 1000 bytes and the end of the file",
-        ),
         (3073 * 2 + 5, "at offset 6146: expected a record of 3073 bytes (label and image), got 5 bytes"),
     ],
 )

@@ -52,7 +52,7 @@ def seen(data, ranks, epoch=0, batch_size=9, workers=0, seed=3):
 def test_any_number_of_ranks_and_workers_sees_the_same_images():
     data = dataset()
     wanted = seen(data, 1)
-    for ranks, batch_size, workers in ((2, 9, 0), (3, 9, 0), (3, 16, 2), (1, 40, 0), (1, 1, 0), (2, 9, 1)):
+    for ranks, batch_size, workers in ((2, 9, 0), (3, 16, 2), (1, 1, 0)):
         assert torch.equal(seen(data, ranks, batch_size=batch_size, workers=workers), wanted)
 
 

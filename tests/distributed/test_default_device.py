@@ -1,6 +1,7 @@
 """torch.set_default_device moves what a script makes, and nothing of ours: every tensor of ours says its device."""
 
 import ast
+import re
 
 import pytest
 import torch
@@ -36,7 +37,9 @@ def test_every_tensor_of_ours_says_its_device():
         path for path in package.FOLDER.rglob("*.py") if not str(path.relative_to(package.FOLDER)).startswith(MODELS)
     ]
     assert len(files) > 300
-    found = {str(path.relative_to(package.FOLDER)): undecided(path.read_text()) for path in files}
+    texts = {str(path.relative_to(package.FOLDER)): path.read_text() for path in files}
+    made = re.compile(rf"torch\.({'|'.join(MAKERS)})\b")
+    found = {name: undecided(text) for name, text in texts.items() if made.search(text)}  # parsing takes long
     assert {name: calls for name, calls in found.items() if calls} == {}
 
 
@@ -105,7 +108,7 @@ def train(default, backend, captured, folder):
     return seen
 
 
-@pytest.mark.parametrize(("backend", "captured"), [("gloo", True), ("shm", True), ("gloo", False)])
+@pytest.mark.parametrize(("backend", "captured"), [("shm", True), pytest.param("gloo", False, marks=pytest.mark.slow)])
 def test_a_default_device_changes_no_number_and_breaks_nothing(backend, captured, tmp_path):
     """The device meta has no values: whatever lands there by mistake is an error or another number."""
     plain = run_ranks(2, train, "cpu", backend, captured, str(tmp_path / "plain"))

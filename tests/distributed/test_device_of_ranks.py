@@ -58,7 +58,7 @@ def say_device(own_group):
         return str(world.device), str(error)
 
 
-@pytest.mark.parametrize("own_group", [False, True])
+@pytest.mark.parametrize("own_group", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_second_call_has_to_mean_the_same_device(own_group):
     said = run_ranks(2, say_device, own_group)
     assert said == [

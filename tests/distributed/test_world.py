@@ -41,7 +41,7 @@ def join_and_reduce():
     return str(world), total.item(), again is world, world.hosts
 
 
-@pytest.mark.parametrize("size", [1, 2, 8])
+@pytest.mark.parametrize("size", [1, 8])
 def test_ranks_meet_and_reduce(size):
     backend = "gloo" if size == 1 else "shm"
     for rank, (text, total, same, hosts) in enumerate(run_ranks(size, join_and_reduce)):
@@ -297,6 +297,7 @@ def start(script, rank, size, port, python=()):
     )
 
 
+@pytest.mark.slow
 def test_a_rank_whose_peer_was_killed_leaves_quietly():
     with free_port() as port:
         ranks = [start(PEER_DIES, r, 2, port) for r in range(2)]
@@ -305,6 +306,7 @@ def test_a_rank_whose_peer_was_killed_leaves_quietly():
     assert said == ["", ""]
 
 
+@pytest.mark.slow
 def test_ranks_leave_without_a_word():
     script = "import shardwright as sw; sw.init(timeout=60)"
     with free_port() as port:

@@ -23,7 +23,8 @@ def run_script(script, data):
 def test_the_script_of_the_page_trains(tmp_path):
     [code] = re.findall(r"```python\n(# cifar10\.py\n.*?)```", PAGE.read_text(), re.DOTALL)
     for full, short in (
-        ("resnet18()", "resnet18(width=8)"), ("epochs=10", "steps=2"), ("every=10", "every=1"),
+        ("resnet18()", "torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3072, 10))"),
+        ("epochs=10", "steps=2"), ("every=10", "every=1"),
         ('"checkpoints"', f'"{tmp_path}/checkpoints"'),
     ):  # fmt: skip
         assert full in code

@@ -37,13 +37,9 @@ def losses_in(text):
     return [float(loss) for *_, loss in lines]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mode", "gradients", "tolerance"),
-    [
-        ("auto", "mean", 1e-5),
-        pytest.param("semi-auto", "mean", 1e-5, marks=pytest.mark.slow),  # as it is launched below
-        pytest.param("data", "sum", 2e-5, marks=pytest.mark.slow),
-    ],
+    ("mode", "gradients", "tolerance"), [("auto", "mean", 1e-5), ("semi-auto", "mean", 1e-5), ("data", "sum", 2e-5)]
 )
 def test_eight_ranks_lose_as_the_reference(mode, gradients, tolerance):
     expected = LOSSES["losses_batch_16"] if gradients == "mean" else SUMMED
@@ -51,18 +47,17 @@ def test_eight_ranks_lose_as_the_reference(mode, gradients, tolerance):
         assert losses == pytest.approx(expected, rel=0, abs=tolerance)
 
 
-@pytest.mark.parametrize(("ranks", "rows"), [(1, 16), (2, 2)])
-def test_fewer_ranks_lose_as_the_reference(ranks, rows):
-    for losses in run_ranks(ranks, run_example, "--batch", str(rows)):
-        assert losses == pytest.approx(LOSSES[f"losses_batch_{rows}"], rel=0, abs=1e-5)
+def test_fewer_ranks_lose_as_the_reference():
+    for losses in run_ranks(2, run_example, "--batch", "2"):
+        assert losses == pytest.approx(LOSSES["losses_batch_2"], rel=0, abs=1e-5)
 
 
 def test_launched_it_prints_on_every_rank_saves_a_checkpoint_for_each_and_dumps_what_each_runs(tmp_path):
-    command = [Path(sys.executable).parent / "shardwright", "launch", "-n", "8", "--save-graphs", "graphs:1", EXAMPLE]
-    arguments = ["--weights", REFERENCE, "--checkpoint-dir", "checkpoints"]
+    command = [Path(sys.executable).parent / "shardwright", "launch", "-n", "2", "--save-graphs", "graphs:1", EXAMPLE]
+    arguments = ["--weights", REFERENCE, "--batch", "16", "--checkpoint-dir", "checkpoints"]
     done = subprocess.run([*command, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
-    for rank in range(8):
+    for rank in range(2):
         [output] = tmp_path.glob(f"log_output/*/rank.{rank}/stdout*")
         assert losses_in(output.read_text()) == pytest.approx(LOSSES["losses_batch_16"], rel=0, abs=1e-5)
         assert os.listdir(tmp_path / "graphs" / f"rank_{rank}") == ["step_parallel_begin.ir"]

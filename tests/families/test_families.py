@@ -104,11 +104,6 @@ def test_there_are_families_enough():
     assert {family.kind for family in FAMILIES} == set(KINDS)
 
 
-@pytest.mark.timeout(300)
-def test_a_family_with_rotary_tables_trains_as_on_one_device():
-    check(["llama"])
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @in_groups

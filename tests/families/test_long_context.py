@@ -89,7 +89,7 @@ class LargestBesideTheSequence(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize("sizes", [{"d": 2}, {"d": 3}, {"a": 2, "b": 2}])
+@pytest.mark.parametrize("sizes", [pytest.param({"d": 3}, marks=pytest.mark.slow), {"a": 2, "b": 2}])
 def test_a_llama_in_a_ring_is_that_of_one_device(sizes, monkeypatch):
     """Nothing holds the keys of the whole sequence, nor a mask of it: at most the rotary tables have so many rows."""
     length, heads = 60, 3
@@ -117,6 +117,7 @@ def test_a_llama_in_a_ring_is_that_of_one_device(sizes, monkeypatch):
     assert max(watched) <= length * WIDTH < length * heads * WIDTH < length * length
 
 
+@pytest.mark.slow
 def test_microbatches_of_stages_go_through_rings(monkeypatch):
     length = 12
     ids, labels = torch.randint(0, WORDS, (2, 4, length), generator=torch.Generator().manual_seed(0))
@@ -128,7 +129,7 @@ def test_microbatches_of_stages_go_through_rings(monkeypatch):
     same(gradients(run(plan, model, batch)), gradients(plain(model, loss_fn, batch)))
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_llama_with_padding_in_a_ring_is_that_of_one_device(ranks, monkeypatch):
     """A mask of the queries here, and of all keys, is all that there is of it."""
     length = 12
@@ -151,7 +152,7 @@ def test_a_llama_with_padding_in_a_ring_is_that_of_one_device(ranks, monkeypatch
     same(gradients(run(plan, model, batch)), gradients(plain(model, padded, batch)))
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_heads_that_divide_are_exchanged_for_the_sequence(ranks, monkeypatch):
     """Where all else is split along the sequence, attention by heads takes all-to-alls, and nothing else."""
     model, batch = llama(4, 2, 64), batch_of(64)

@@ -68,11 +68,10 @@ def exchanged(plan):
 @pytest.mark.parametrize(
     ("name", "sizes", "cut"),
     [
-        ("mixtral", {"ep": 2}, (2, 2)),
-        ("qwen3_moe", {"ep": 4}, (4, 4)),
+        pytest.param("qwen3_moe", {"ep": 4}, (4, 4), marks=pytest.mark.slow),
         ("deepseek_v3", {"dp": 2, "ep": 2}, (4, 2)),
         ("qwen2_moe", {"ep": 2, "tp": 2}, (2, 2, 2)),
-        ("mixtral", {"ep": 2, "tp": 3}, (1, 2, 1)),
+        pytest.param("mixtral", {"ep": 2, "tp": 3}, (1, 2, 1), marks=pytest.mark.slow),
     ],
 )
 def test_mixtures_with_experts_on_devices_are_those_of_one(name, sizes, cut):
@@ -104,6 +103,7 @@ def test_layers_that_are_recomputed_send_their_rows_once_more():
     same(gradients(run(plan, model, batch)), gradients(plain(by_loops(model), loss_fn, batch)))
 
 
+@pytest.mark.slow
 def test_experts_under_autocast():
     """Rows are cast to the dtype of the experts before they are sent, as a model of transformers casts them."""
 
@@ -124,14 +124,14 @@ def test_experts_under_autocast():
 
 def test_a_search_sends_tokens_to_experts_and_says_so():
     """Experts of published widths on 16 GPUs: weights are too large to gather, and tokens few beside them."""
-    config = transformers.MixtralConfig(num_hidden_layers=2, use_cache=False)
+    config = transformers.MixtralConfig(num_hidden_layers=1, use_cache=False)
     with torch.device("meta"):
         model = transformers.MixtralForCausalLM(config).to(torch.bfloat16).train()
         ids = torch.zeros(16, 1024, dtype=torch.long)
     captured = captured_step(model, lambda model, b: model(input_ids=b, labels=b).loss, ids, {})
     hardware = shipped("h100").on_hosts([str(rank // 8) for rank in range(16)])
     plan = make_plan(captured, PlanRequest(Mesh.of(ranks=16), hardware=hardware))
-    assert exchanged(plan) == {"forward": 6, "backward": 4}
+    assert exchanged(plan) == {"forward": 3, "backward": 2}
     axes = [axis for axis in plan.mesh.axes if axis.name.startswith("ep")]
     assert axes, plan.mesh
     node = next(node for node in captured.nodes if node.op == "shardwright.experts")
@@ -184,7 +184,10 @@ def five_steps(name, ranks, backend):
 
 @pytest.mark.parametrize(
     ("name", "ranks", "backend"),
-    [("mixtral", 2, "gloo"), ("deepseek_v3", 2, "shm"), pytest.param("qwen3_moe", 4, "gloo", marks=pytest.mark.slow)],
+    [
+        ("mixtral", 2, "shm"),
+        *(pytest.param(*of, marks=pytest.mark.slow) for of in [("deepseek_v3", 2, "gloo"), ("qwen3_moe", 4, "gloo")]),
+    ],
 )
 def test_processes_train_mixtures(name, ranks, backend):
     losses, parameters = run_ranks(1, partial(five_steps, name, 0, backend))[0]

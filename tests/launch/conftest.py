@@ -1,4 +1,4 @@
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -6,6 +6,7 @@ import pytest
 from hosts import HostNetwork
 from launching import Launching
 from many_hosts import ManyHosts, hosts_with_accounts, jobs_on
+from shardwright.cli import main
 
 
 @pytest.fixture
@@ -16,6 +17,22 @@ def launching(tmp_path: Path) -> Iterator[Launching]:
         job.assert_none_left()
     finally:
         job.close()
+
+
+@pytest.fixture
+def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Gives `shardwright launch` words that it refuses, in this process: what it says."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str) -> str:
+        monkeypatch.setattr("sys.argv", ["shardwright", "launch", *words])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = capsys.readouterr()
+        assert (ended.value.code, said.out, "Traceback" in said.err) == (2, "", False)
+        return said.err
+
+    return run
 
 
 @pytest.fixture(scope="module")

@@ -64,7 +64,7 @@ def both(model_last, batch_last):
     return step(lambda batch: loss_fn(plain, batch), plain, batch), step(parallel, parallel, batch)
 
 
-@pytest.mark.parametrize(("model_last", "batch_last"), [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(("model_last", "batch_last"), [(True, False), (False, True)])
 def test_images_lie_in_memory_as_in_plain_pytorch(model_last, batch_last):
     for plain, ours in run_ranks(2, both, model_last, batch_last):
         torch.testing.assert_close(ours[:2], plain[:2], rtol=1e-5, atol=1e-6)

@@ -121,11 +121,11 @@ def assert_same(run, reference, gradient_scale=1.0):
         assert_close(got, expected)
 
 
-# 30 is uneven on 4 and 8 ranks; 5 leaves three of eight ranks without a sample, and two of four with chunks of 2.
+# 32 and 5 are uneven on 3 ranks, and 1 leaves two without a sample.
 SIZES = (32, 30, 5, 1)
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 4, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (2, 8))])
+@pytest.mark.parametrize("ranks", [3, pytest.param(8, marks=pytest.mark.slow)])
 def test_losses_gradients_and_parameters_are_those_of_one_device(ranks):
     reference = plain_run(SIZES)
     for runs in run_ranks(ranks, every_run, SIZES, ranks):
@@ -147,7 +147,7 @@ def accumulating_run(gradients):
     return local, gradients_of(model)
 
 
-@pytest.mark.parametrize(("ranks", "gradients"), [(1, "mean"), (2, "mean"), (3, "sum")])
+@pytest.mark.parametrize(("ranks", "gradients"), [(2, "mean"), (3, "sum")])
 def test_accumulation_defers_the_reduction(ranks, gradients):
     model = Net()
     for size in (8, 6, 1):
@@ -157,8 +157,7 @@ def test_accumulation_defers_the_reduction(ranks, gradients):
         for got, expected in zip(reduced, gradients_of(model), strict=True):
             scale = ranks if gradients == "sum" else 1
             assert_close(got, scale * expected)
-    if ranks > 1:
-        assert not np.allclose(runs[0][0][0], runs[1][0][0]), "the gradients were reduced inside accumulate()"
+    assert not np.allclose(runs[0][0][0], runs[1][0][0]), "the gradients were reduced inside accumulate()"
 
 
 def twice_forward():

@@ -137,7 +137,7 @@ OF_A_PLAN = {
 }
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", ["split", pytest.param("data", marks=pytest.mark.slow)])
 def test_what_modules_are_asked_is_answered_or_refused_with_what_to_type(plan):
     everyone = run_ranks(2, asked, plan)
     for found, replaced, weights in everyone:

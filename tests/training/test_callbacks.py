@@ -101,13 +101,12 @@ def exploding(mode, options, where):
             return str(error)
 
 
-@pytest.mark.parametrize(("ranks", "rank"), [(1, 0), (3, 2)])
-def test_the_guard_names_the_first_operator_and_its_rank(ranks, rank):
-    for message in run_ranks(ranks, exploding, "data", {}, "operator"):
-        assert message.startswith(f"the loss is nan at epoch 1, step 2; first on rank {rank}: aten.log.default in ")
+def test_the_guard_names_the_first_operator_and_its_rank():
+    for message in run_ranks(3, exploding, "data", {}, "operator"):
+        assert message.startswith("the loss is nan at epoch 1, step 2; first on rank 2: aten.log.default in ")
         assert "test_callbacks.py" in message
         assert "torch.log(50.0 - x[:, :1])" in message
-        assert f"1 NaN of {12 // ranks} entries" in message
+        assert "1 NaN of 4 entries" in message
 
 
 def test_the_guard_names_a_parameter_that_was_not_finite_before():

@@ -65,7 +65,9 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", ["resnet", *(pytest.param(n, marks=pytest.mark.slow) for n in RUNS if n != "resnet")])
+@pytest.mark.parametrize(
+    "name", ["perceptron", *(pytest.param(n, marks=pytest.mark.slow) for n in RUNS if n != "perceptron")]
+)
 def test_no_steady_step_waits(name):
     assert run_ranks(2, steady, *RUNS[name]) == [STEADY] * 2
 

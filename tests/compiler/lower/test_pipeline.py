@@ -17,7 +17,7 @@ from shardwright.errors import PlanError, UsageError
 from whole import communicated, measured_peak, plan_of, run, same, splitting_hardware
 
 # stages, other axes, microbatches: also more of them than rows, and uneven ones
-EVERYWHERE = [("pp=2", 2), ("pp=3", 5), ("pp=2,dp=2", 3), ("pp=2,dp=3", 2), ("pp=3,tp=2", 4), ("pp=2,dp=2", 7)]
+SLOWER = [pytest.param(*case, marks=pytest.mark.slow) for case in [("pp=2", 2), ("pp=2,dp=3", 2), ("pp=3,tp=2", 4)]]
 
 
 def held_against_one_device(model, loss_fn, batch, mesh, microbatches, mode="data", tolerance=1e-12, **options):
@@ -61,27 +61,21 @@ def language(rows=5):
     return Language().double(), (words, labels)
 
 
-@pytest.mark.parametrize(("mesh", "microbatches"), EVERYWHERE)
+@pytest.mark.parametrize(("mesh", "microbatches"), [("pp=3", 5), ("pp=2,dp=2", 7), *SLOWER])
 def test_losses_outputs_and_gradients_are_those_of_one_device(mesh, microbatches):
     model, batch = language()
     held_against_one_device(model, language_loss, batch, mesh, microbatches)
 
 
-TURNS = [
-    ("pp=2,dp=2", 3, "1f1b"),
-    ("pp=3", 6, None),
-    ("pp=1,dp=2", 3, "1f1b"),
-    ("pp=2", 4, "interleaved:3"),
-    ("pp=3,dp=2", 3, "interleaved"),
-    ("pp=3,dp=2", 4, "zb-h1"),
-    ("pp=2,tp=2", 3, "zb-h1"),
-]
+TURNS = [("pp=3", 6, None), ("pp=1,dp=2", 3, "1f1b"), ("pp=2", 4, "interleaved:3"), ("pp=3,dp=2", 4, "zb-h1")]
+MORE = [("pp=2,dp=2", 3, "1f1b"), ("pp=3,dp=2", 3, "interleaved"), ("pp=2,tp=2", 3, "zb-h1")]
 
 
-def test_backwards_that_begin_before_the_last_forward_give_what_one_device_gives():
+@pytest.mark.parametrize("turns", [TURNS, pytest.param(MORE, marks=pytest.mark.slow)], ids=["each", "more"])
+def test_backwards_that_begin_before_the_last_forward_give_what_one_device_gives(turns):
     model, batch = language(12)
     expected = run(plan_of(model, language_loss, batch, Mesh(()), "single"), model, batch)
-    for mesh, microbatches, schedule in TURNS:
+    for mesh, microbatches, schedule in turns:
         options = {"microbatches": microbatches, "schedule": schedule, "hardware": splitting_hardware()}
         plan = plan_of(model, language_loss, batch, Mesh.parse(mesh), "data", **options)
         same(run(plan, model, batch), expected, 1e-12)
@@ -162,7 +156,9 @@ def test_a_loss_to_which_parameters_add_something_goes_in_turns():
     assert "_of_zeros = " in lower(plan, 3).source
 
 
-@pytest.mark.parametrize(("mesh", "microbatches"), [("pp=2,dp=2", 2), ("pp=2,tp=2", 3)])
+@pytest.mark.parametrize(
+    ("mesh", "microbatches"), [("pp=2,dp=2", 2), pytest.param("pp=2,tp=2", 3, marks=pytest.mark.slow)]
+)
 def test_stages_go_together_with_plans_that_shard_all_they_can(mesh, microbatches):
     model, batch = decoder.Decoder(layers=2).double(), decoder.batch_of(4, 6)
     hardware = splitting_hardware()
@@ -171,6 +167,7 @@ def test_stages_go_together_with_plans_that_shard_all_they_can(mesh, microbatche
     assert any(layout.held and len(layout.split_axes) > 1 for layout in plan.stored.values())
 
 
+@pytest.mark.slow
 def test_layers_are_recomputed_microbatch_by_microbatch():
     model, batch = decoder.Decoder(layers=3).double(), decoder.batch_of(5, 6)
     plan = held_against_one_device(model, decoder.loss_fn, batch, "pp=2", 3, recompute=("layers.*",))
@@ -229,9 +226,8 @@ def images():
     return torch.randn(6, 8, dtype=torch.float64), torch.randint(0, 3, (6,))
 
 
-@pytest.mark.parametrize(("mesh", "microbatches"), [("pp=2", 2), ("pp=3", 2), ("pp=3,dp=2", 2)])
-def test_a_stage_without_gradients_takes_part_in_the_backward(mesh, microbatches):
-    held_against_one_device(Frozen().double(), classes, images(), mesh, microbatches)
+def test_a_stage_without_gradients_takes_part_in_the_backward():
+    held_against_one_device(Frozen().double(), classes, images(), "pp=3,dp=2", 2)
 
 
 def test_a_loss_that_compares_samples_waits_for_all_microbatches():
@@ -296,11 +292,10 @@ def test_what_one_stage_holds_crosses_none(mesh, mode, monkeypatch):
     assert moved["all_to_all", (PIPELINE,)] == 2 * words
 
 
-@pytest.mark.parametrize("mesh", ["pp=3", "pp=2,dp=2"])
-def test_what_another_stage_holds_is_sent_to_the_one_that_reads_it(mesh):
+def test_what_another_stage_holds_is_sent_to_the_one_that_reads_it():
     model, batch = language()
     hardware = splitting_hardware()
-    plan = plan_of(model, language_loss, batch, Mesh.parse(mesh), "data", microbatches=2, hardware=hardware)
+    plan = plan_of(model, language_loss, batch, Mesh.parse("pp=2,dp=2"), "data", microbatches=2, hardware=hardware)
     stages = plan.stages
     elsewhere = {name: at if at is None else (at + 1) % stages.count for name, at in stages.holders.items()}
     moved = replace(plan, stages=replace(stages, holders=elsewhere))
@@ -437,12 +432,11 @@ class Across(nn.Module):
         return self.last(torch.tanh(self.over_samples(self.first(x).T)))
 
 
-@pytest.mark.parametrize("mesh", ["pp=2", "pp=2,dp=2"])
-def test_a_gradient_that_each_microbatch_computes_whole_is_counted_once(mesh):
+def test_a_gradient_that_each_microbatch_computes_whole_is_counted_once():
     def loss_fn(model, x):
         return model(x).square().mean()
 
-    plan = held_against_one_device(Across().double(), loss_fn, images()[0], mesh, 3)
+    plan = held_against_one_device(Across().double(), loss_fn, images()[0], "pp=2,dp=2", 3)
     assert any("stages.apart(" in lower(plan, rank).source for rank in range(plan.devices.size))
 
 

@@ -62,7 +62,7 @@ def buckets(model, of, batch, mesh, **options):
     return joined, alone, program
 
 
-@pytest.mark.parametrize("name", ["perceptron", "transformer"])
+@pytest.mark.parametrize("name", ["perceptron", pytest.param("transformer", marks=pytest.mark.slow)])
 def test_buckets_are_the_same_with_and_without_autocast(name):
     make, of, batch = NETWORKS[name]
     model, given = make(), batch(8)
@@ -91,7 +91,7 @@ def as_ddp(model, batch, size):
     return {name: sum(each[name] for each in ranks) / size for name in ranks[0]}
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("known", [data_parallel, fully_sharded])
 def test_gradients_under_autocast_are_no_worse_than_those_of_ddp(known, size):
     model, batch = network()
@@ -133,10 +133,8 @@ def trained_in(dtype, accumulated):
 @pytest.mark.parametrize(
     ("dtype", "accumulated"),
     [
-        (None, False),
         (torch.bfloat16, True),
-        pytest.param(None, True, marks=pytest.mark.slow),
-        pytest.param(torch.bfloat16, False, marks=pytest.mark.slow),
+        pytest.param(None, False, marks=pytest.mark.slow),
     ],
 )
 def test_ranks_sum_in_the_dtype_that_they_are_told(dtype, accumulated):

@@ -206,7 +206,7 @@ def ring_over(backend, mesh):
     return ring(communicator_over(mesh))
 
 
-@pytest.mark.parametrize("backend", ["gloo", "shm"])
+@pytest.mark.parametrize("backend", [pytest.param("gloo", marks=pytest.mark.slow), "shm"])
 def test_a_ring_of_processes_has_the_bits_of_simulated_ranks(backend):
     mesh = Mesh.of(b=1, a=3)
     assert run_ranks(3, ring_over, backend, mesh) == simulate(mesh, ring)
@@ -236,7 +236,7 @@ def mixture_over(backend, mesh):
     return mixture(communicator_over(mesh))
 
 
-@pytest.mark.parametrize("backend", ["gloo", "shm"])
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("shm", marks=pytest.mark.slow)])
 def test_experts_of_processes_have_the_bits_of_simulated_ranks(backend):
     mesh = Mesh.of(b=1, a=3)
     assert run_ranks(3, mixture_over, backend, mesh) == simulate(mesh, mixture)

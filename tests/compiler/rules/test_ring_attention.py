@@ -99,7 +99,7 @@ def masked(d, before, length, keys):
     return added.requires_grad_(kind == "numbers" and d.pick([True, False]))
 
 
-@pytest.mark.parametrize("examples", [40, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [20, pytest.param(400, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("blocks", [False, True], ids=["kernels", "blocks"])
 def test_a_ring_gives_what_one_device_gives(examples, blocks, monkeypatch):
     if blocks:  # as where torch has no kernels, and few scores fit into one
@@ -122,7 +122,7 @@ def test_a_ring_gives_what_one_device_gives(examples, blocks, monkeypatch):
     explore(examples, body)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_rounding_is_that_of_one_device(dtype):
     """Beside numbers in float64, results and gradients are as near as one device's, which rounds a sum once, too."""
     torch.manual_seed(0)
@@ -155,8 +155,8 @@ def test_the_rounding_is_that_of_one_device(dtype):
         assert (ours - true).abs().max() <= 1.5 * (theirs - true).abs().max() + torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize("queries", [(0, 0), (0, 5), (3, 8), (6, 9)])
-@pytest.mark.parametrize("keys", [(0, 0), (0, 8), (2, 4), (5, 9), (7, 8)])
+@pytest.mark.parametrize("queries", [(0, 5), (6, 9)])
+@pytest.mark.parametrize("keys", [(0, 0), (0, 8), (5, 9)])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_parts_are_what_queries_see_once(queries, keys, is_causal):
     seen = torch.zeros(9, 9, dtype=torch.int64)
@@ -242,7 +242,7 @@ def test_kernels_that_the_step_has_chosen_are_offered_no_ring():
         chosen.strategy({"s": ["a"]})
 
 
-@pytest.mark.parametrize(("ranks", "length"), [(2, 8), (3, 12), (4, 16), (6, 24), (4, 14), (4, 6), (6, 9)])
+@pytest.mark.parametrize(("ranks", "length"), [(3, 12), (4, 14), (6, 9)])
 def test_a_balanced_ring_gives_each_rank_the_same_work(ranks, length, monkeypatch):
     """As many scores on each where the parts are even, in each round; and no more than the part of the longest else."""
     part, found = -(-length // ranks), Counter()

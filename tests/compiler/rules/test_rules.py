@@ -45,7 +45,7 @@ def cases_by_row() -> dict[str, list[tuple[str, Make]]]:
 @pytest.mark.parametrize("enough", [4, pytest.param(40, marks=pytest.mark.slow)], ids=["brief", "long"])
 @pytest.mark.parametrize("group", cases_by_row().values(), ids=cases_by_row())
 def test_rule(group, enough):
-    examples = max(4, 4 * enough // len(group))
+    examples = max(2, 4 * enough // len(group))
     split = sum(hold(make, op, examples) for op, make in group)
     if split < enough:  # few of what was drawn can be split: more are
         split = sum(hold(make, op, 4 * examples) for op, make in group)

@@ -61,8 +61,7 @@ def test_the_parts_of_any_world_make_up_the_one_order(size, world_size, batch_si
     assert {rank.epoch for rank in ranks} == {epoch + 1}
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("size", [1, 5, 24, 37])
+@pytest.mark.parametrize(("size", "world_size"), [(1, 3), (5, 8), (24, 1), (37, 4)])
 def test_evaluation_counts_every_sample_once(world_size, size):
     for arguments in ({"evaluate": True}, {"shuffle": False}):
         ranks = loaders(size, world_size, batch_size=10, **arguments)

@@ -323,7 +323,10 @@ BY_INIT = "import shardwright as sw\nprint(sw.init('shm').backend)\n"
 
 @pytest.mark.parametrize(
     ("code", "variables", "says"),
-    [(BY_TORCH, {}, "[1.0, 1.0] shm\n"), (BY_INIT, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, "shm\n")],
+    [
+        (BY_TORCH, {}, "[1.0, 1.0] shm\n"),
+        pytest.param(BY_INIT, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, "shm\n", marks=slow),
+    ],
     ids=["torch", "init"],
 )
 def test_torch_learns_of_it_when_it_is_imported_or_from_init(installed, code, variables, says):

@@ -45,7 +45,7 @@ def test_threads_of_one_core_stay_together(tmp_path, monkeypatch):
         ([], True),
         pytest.param(["--no-preload"], True, marks=pytest.mark.slow),
         (["--bind-to", "none"], False),
-        (["-x", f"OMP_NUM_THREADS={CORES}"], False),
+        pytest.param(["-x", f"OMP_NUM_THREADS={CORES}"], False, marks=pytest.mark.slow),
         pytest.param(["-x", "OMP_NUM_THREADS=1"], True, marks=pytest.mark.slow),
     ],
 )

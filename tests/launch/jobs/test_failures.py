@@ -32,7 +32,7 @@ def state(launching, job="1"):
     return json.loads((launching.folder / "log_output" / job / "job.json").read_text())
 
 
-@pytest.mark.parametrize("how", ["preload", "singly"])
+@pytest.mark.parametrize("how", ["preload", pytest.param("singly", marks=pytest.mark.slow)])
 def test_exit_1_names_rank_traceback_and_log(launching, how):
     script = launching.write(
         "train.py",
@@ -182,7 +182,7 @@ def test_grandchildren_that_a_good_run_leaves_are_named_and_ended(launching):
     assert not any(map(is_alive, pids))
 
 
-@pytest.mark.parametrize("how", ["preload", "singly"])
+@pytest.mark.parametrize("how", ["preload", pytest.param("singly", marks=pytest.mark.slow)])
 def test_a_launcher_killed_with_sigkill_leaves_nothing(launching, how):
     script = launching.write(
         "train.py", GRANDCHILDREN + "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n    time.sleep(600)\n"

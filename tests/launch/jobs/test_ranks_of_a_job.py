@@ -48,8 +48,7 @@ def test_ranks_differ_in_their_rank_alone(launching):
     assert one["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
 
 
-@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-@pytest.mark.parametrize("by_option", [False, True])
+@pytest.mark.parametrize(("name", "by_option"), [("PYTORCH_ALLOC_CONF", True), ("PYTORCH_CUDA_ALLOC_CONF", False)])
 def test_options_of_the_allocator_that_a_user_has_set_stand_alone(launching, name, by_option):
     """By either of their names: where both are set, torch reads one of them."""
     script = launching.write("train.py", REPORT)
@@ -166,6 +165,7 @@ def test_ranks_do_not_share_random_numbers_that_nobody_seeded(launching):
     assert zero[1] != one[1]
 
 
+@pytest.mark.slow
 def test_parallel_operators_and_a_collective_work_after_the_fork(launching):
     script = launching.write(
         "train.py",

@@ -15,9 +15,9 @@ from shardwright.launch.options.launch_options import table_gpus
 SHOW = 'echo "$RANK $LOCAL_RANK $WORLD_SIZE | $RANK_TABLE_FILE $RANK_ID $RANK_SIZE $DEVICE_ID $DEVICE_NUM"'
 
 
-def write_table(launching, hosts):
+def write_table(folder, hosts):
     table = replace(RankTable.from_hosts(Hosts.from_list(hosts)), product="any")
-    (launching.folder / "table.json").write_text(table.to_json())
+    (folder / "table.json").write_text(table.to_json())
     return "table.json"
 
 
@@ -58,14 +58,11 @@ def test_every_rank_is_told_its_place_in_the_table(launching):
         (None, [], "the rank table table.json cannot be read: No such file"),
     ],
 )
-def test_what_cannot_be_launched_is_said(launching, hosts, arguments, message):
+def test_what_cannot_be_launched_is_said(refused, tmp_path, hosts, arguments, message):
     if hosts is not None:
-        write_table(launching, hosts)
-    ended = launching.run("--rank-table", "table.json", *arguments, "--", "true")
-    assert ended.code == 2
-    assert message in ended.stderr
-    assert "Traceback" not in ended.stderr
-    assert not (launching.folder / "log_output").exists()
+        write_table(tmp_path, hosts)
+    assert message in refused("--rank-table", "table.json", *arguments, "--", "true")
+    assert not (tmp_path / "log_output").exists()
 
 
 def test_the_devices_of_a_table_are_the_gpus_that_the_ranks_see(monkeypatch):

@@ -83,10 +83,8 @@ def trained(how, mode, first):
 @pytest.mark.parametrize(
     ("ranks", "how", "mode", "first"),
     [
-        (1, "global", "data", "plain"),
         (2, "local", "data", "plain"),
-        (3, "local", "auto", "padded"),
-        (2, "global", "auto", "plain"),
+        pytest.param(3, "local", "auto", "padded", marks=pytest.mark.slow),
     ],
 )
 def test_steps_equal_plain_pytorch_whether_or_not_a_batch_is_padded(ranks, how, mode, first):

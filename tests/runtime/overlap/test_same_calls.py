@@ -111,7 +111,11 @@ def waiting_for_one_that_comes_no_more(how):
 
 @pytest.mark.parametrize(
     ("how", "said"),
-    [("ends", "rank 1 has ended after 2 calls"), ("fails", "rank 1 failed in it: ValueError: broken"), ("comes", "")],
+    [
+        ("ends", "rank 1 has ended after 2 calls"),
+        ("fails", "rank 1 failed in it: ValueError: broken"),
+        pytest.param("comes", "", marks=pytest.mark.slow),
+    ],
 )
 def test_a_rank_that_waits_where_nothing_can_be_raised_says_who_comes_no_more(how, said):
     zero, one = run_ranks(2, waiting_for_one_that_comes_no_more, how, timeout=60)

@@ -59,7 +59,7 @@ def alone():
     return loss_fn(model, batches[1]).item()
 
 
-@pytest.mark.parametrize("captured", [True, False])
+@pytest.mark.parametrize("captured", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore::shardwright.runtime.parallel.EagerFallback")
 def test_what_is_kept_is_refused_to_optimizers_and_hooks_and_can_be_dropped(captured):
     [expected] = run_ranks(1, alone)

@@ -52,7 +52,7 @@ ALL = [
     for step, plan in enumerate(PLANS)
 ]
 # One that a search splits, and one with given strategies.
-SAMPLE = [("perceptron", 4, "auto"), ("transformer", 2, "tensor")]
+SAMPLE = [("perceptron", 4, "auto"), ("perceptron", 2, "tensor")]
 
 
 @pytest.mark.timeout(300)

@@ -119,7 +119,7 @@ def fitted(folder, strategy):
     ("ranks", "options"),
     [
         (2, {"mode": "data"}),
-        (4, {"mode": "auto", "mesh": "dp=2,tp=2", "search": "propagation"}),
+        pytest.param(4, {"mode": "auto", "mesh": "dp=2,tp=2", "search": "propagation"}, marks=pytest.mark.slow),
     ],
     ids=["data", "4"],
 )

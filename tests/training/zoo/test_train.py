@@ -27,7 +27,7 @@ SMALL = {
     "mnist_mlp": ["data.root={mnist}"],
     "cifar10_resnet18": [*NARROW, "data.batch_size=12"],
     "cifar10_resnet50": [*NARROW, "data.batch_size_per_rank=null", "data.batch_size=12"],
-    "gpt_char": ["model.width=32", "model.layers=2", "data.batch_size=8"],
+    "gpt_char": ["model.width=32", "model.layers=1", "data.batch_size=8"],
     "quickstart": [],
 }
 

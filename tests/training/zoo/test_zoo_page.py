@@ -7,6 +7,8 @@ import re
 import runpy
 from pathlib import Path
 
+import pytest
+
 from ranks import run_ranks
 from shardwright.data.digits import write_digits
 
@@ -20,6 +22,7 @@ def run_script(folder):
     return out.getvalue()
 
 
+@pytest.mark.slow
 def test_the_script_of_the_page_trains(tmp_path):
     [code] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     (tmp_path / "script.py").write_text(code)

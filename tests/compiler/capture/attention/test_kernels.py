@@ -56,7 +56,7 @@ def seen(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("how", PLANS)
 def test_they_compute_on_ranks(how, causal, seen):
     torch.manual_seed(0)

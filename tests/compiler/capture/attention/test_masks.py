@@ -133,20 +133,18 @@ def test_ranks_equal_one_device(case):
     mask, queries, _ = CASES[case]
     torch.manual_seed(0)
     model, batch = Attention(mask, queries).double(), (torch.randn(BATCH, KEYS, 8, dtype=torch.float64),)
-    like_plain(model, loss_fn, batch, sizes=(2, 3, 4), tolerance=1e-12)
+    like_plain(model, loss_fn, batch, sizes=(3,), tolerance=1e-12)
 
 
-@pytest.mark.parametrize("queries", [KEYS, LENGTH])
-def test_dropout_is_drawn_by_position_where_the_mask_is_left_out(queries):
+def test_dropout_is_drawn_by_position_where_the_mask_is_left_out():
     torch.manual_seed(0)
-    model = Attention(compared, queries, dropout=0.4).double()
+    model = Attention(compared, LENGTH, dropout=0.4).double()
     batch = (torch.randn(BATCH, KEYS, 8, dtype=torch.float64),)
     captured = captured_step(model, loss_fn, batch, {})
     assert kinds(captured) == ["causal"]
     alone = run(make_plan(captured, PlanRequest(Mesh.of(d=1))), model, batch)
-    for size in (2, 3, 4):
-        for how in PLANS.values():
-            same(run(make_plan(captured, PlanRequest(Mesh.of(d=size), **how)), model, batch), alone, 1e-12)
+    for how in PLANS.values():
+        same(run(make_plan(captured, PlanRequest(Mesh.of(d=3), **how)), model, batch), alone, 1e-12)
 
 
 class Padded(Attention):
@@ -244,14 +242,11 @@ def tokens(rows=6, length=12, **more):
     ("name", "expected", "dtype"),
     [
         ("llama", "causal", torch.bfloat16),
-        ("mistral", "other", torch.float64),
         *(
             pytest.param(name, expected, dtype, marks=pytest.mark.slow)
             for name, expected, dtype in [
-                ("llama", "causal", torch.float64),
-                ("mistral", "other", torch.bfloat16),
+                ("mistral", "other", torch.float64),
                 ("gpt2", "causal", torch.float64),
-                ("gpt2", "causal", torch.bfloat16),
             ]
         ),
     ],

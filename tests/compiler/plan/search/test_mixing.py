@@ -55,6 +55,7 @@ def test_as_many_layers_are_sharded_as_computing_hides(monkeypatch):
     assert plan.bound == pytest.approx(alike.bound)
 
 
+@pytest.mark.slow
 def test_what_lies_between_fits_the_budget():
     capture = captured()
     free = planned(capture)
