@@ -41,7 +41,7 @@ MOST_WEIGHTS = 5  # of what is hidden, for each of which a search is made, on an
 CLOSE_TO_BOUND = 5e-3  # a gap, as a share, that is worth no other weights
 CLOSE_TO_TOP = 0.25  # a rise of the bound, as a share of the gap, that is worth no other weights
 CLOSE_WEIGHTS = 1e-3
-PROMISE = 5e-3  # what the bound on finer mesh is less, as a share of that on coarser ones, that is worth a search there
+PROMISE = 5e-3  # by how much less, as a share, the bound on a finer mesh must be for a search there
 WEIGHT = (0.0, 1.0)  # the least and the largest
 LEVEL = 0.5  # of what planes allow the bound to rise at most, so much is looked for
 
