@@ -78,6 +78,13 @@ def test_messages_go_one_after_the_other():
     assert run.seconds == there + 1 + 4 * 3 + 1
 
 
+def test_a_message_on_demand_is_waited_for():
+    run = simulate(schedule("gpipe", 2, 4), [StageSeconds(1.0, 1.0, 3.0, on_demand=True), StageSeconds(1.0, 1.0)])
+    there = 1 + 4 * (3 + 1)  # the first forward, then of each microbatch a message and a forward
+    assert run.ends[Action("forward", 1, 3)] == there
+    assert run.seconds == there + 1 + 4 * (3 + 1)
+
+
 @pytest.mark.parametrize("given", ["pipedream", "1f1b:2", "interleaved:1", "interleaved:x", 3])
 def test_other_schedules_are_refused(given):
     names = "'gpipe', '1f1b', 'interleaved', 'zb-h1'"

@@ -116,7 +116,7 @@ class StagedCosts:
     @cached_property
     def seconds(self) -> list[StageSeconds]:
         """What each stage takes for a microbatch."""
-        return [each.seconds for each in self.stages]
+        return [each.seconds._replace(on_demand=not self.hardware.prefetches) for each in self.stages]
 
     @cached_property
     def stages(self) -> tuple[StageCost, ...]:

@@ -334,11 +334,12 @@ class _Flow:
 
     def _line_s(self, stages: Stages, starts: Sequence[int]) -> float:
         """Return the seconds in which the microbatches go through stages that begin there."""
-        crossing = [*self._crossing, (0.0, 0.0)]
+        assert self.plan.hardware is not None
+        crossing, on_demand = [*self._crossing, (0.0, 0.0)], not self.plan.hardware.prefetches
         of_stages = []
         for start, end in zip(starts, [*starts[1:], len(self.staged)], strict=True):
             forward_s, backward_s = (sum(seconds) for seconds in zip(*self._seconds[start:end], strict=True))
-            of_stages.append(StageSeconds(forward_s, backward_s, crossing[end][0]))
+            of_stages.append(StageSeconds(forward_s, backward_s, crossing[end][0], on_demand=on_demand))
         table = schedule(stages.schedule, stages.count, stages.microbatches, stages.total)
         return simulate(table, of_stages).seconds
 

@@ -151,13 +151,15 @@ def _zero_bubble(group: int, groups: int, microbatches: int) -> Iterator[Action]
 class StageSeconds(NamedTuple):
     """What a stage takes for a microbatch: its forward, its backward, and a message to the next stage, or back.
 
-    ``weights`` is what the action of that name takes, where a schedule has it; it is not in ``backward``.
+    ``weights`` is what the action of that name takes, where a schedule has it; it is not in ``backward``. A message
+    ``on_demand`` begins when its reader waits for it, as gloo's do, and not while that computes.
     """
 
     forward: float
     backward: float
     message: float = 0.0
     weights: float = 0.0
+    on_demand: bool = False
 
     def of(self, kind: str) -> float:
         """Return what an action of this kind takes."""
@@ -200,7 +202,7 @@ def simulate(table: Table, stages: Sequence[StageSeconds]) -> Run:
     """
     count = len(stages)
     ends: dict[Action, float] = {}
-    arrives: dict[Action, float] = {}  # by who reads a message of another group
+    arrives: dict[Action, float] = {}  # by who reads a message of another group; when it was sent, if on demand
     links = defaultdict[tuple[int, str], float](float)  # when the last message of a group in a direction has gone
     at, free = [0] * len(table), [0.0] * len(table)
     sent: dict[tuple[int, str], list[Action]] = {
@@ -216,11 +218,15 @@ def simulate(table: Table, stages: Sequence[StageSeconds]) -> Run:
                 full = len(before) > UNDER_WAY and before[-1 - UNDER_WAY] not in ends  # earlier ones were seen before
                 if ready is None or (reader and full):
                     break
-                free[group] = ends[action] = max(free[group], ready) + stages[action.stage].of(action.kind)
+                begins = max(free[group], ready)
+                if _reads_message(action, count) and (message := _message(action, stages)).on_demand:
+                    begins += message.message
+                free[group] = ends[action] = begins + stages[action.stage].of(action.kind)
                 if reader:
                     before.append(reader)
-                    link, message_s = (group, action.kind), stages[min(action.stage, reader.stage)].message
-                    arrives[reader] = links[link] = max(free[group], links[link]) + message_s
+                    link, message = (group, action.kind), _message(reader, stages)
+                    links[link] = max(free[group], links[link]) + message.message
+                    arrives[reader] = free[group] if message.on_demand else links[link]
                 at[group] += 1
                 moved = True
         if not moved:
@@ -236,6 +242,11 @@ def _reads_message(action: Action, count: int) -> bool:
     """Return whether an action reads what another group sends."""
     kind, stage, _ = action
     return stage > 0 if kind == "forward" else kind == "backward" and stage + 1 < count
+
+
+def _message(reader: Action, stages: Sequence[StageSeconds]) -> StageSeconds:
+    """Return the stage whose message an action reads: of a forward the one before, of a backward its own."""
+    return stages[reader.stage - 1 if reader.kind == "forward" else reader.stage]
 
 
 def _ready(action: Action, ends: dict[Action, float], count: int) -> float | None:
