@@ -55,8 +55,10 @@ class StagedPrices(Prices):
         """Return the communication of a redistribution among the ranks of a stage; None where there is none."""
         steps = (replace(step, axes=tuple(a for a in step.axes if a != MICROBATCHES)) for step in transfer.steps)
         found = super().transferred(replace(transfer, steps=tuple(step for step in steps if step.axes)))
-        if found is None or self.plan.capture.values[transfer.value].of_parameter:
-            return found
+        if found is None:
+            return None
+        if self.plan.capture.values[transfer.value].of_parameter:  # gathered once, and kept for all microbatches
+            return replace(found, seconds=found.seconds - found.again_s, again_s=0.0)
         return _repeated(found, self.of_stages.cut.microbatches)
 
     @property

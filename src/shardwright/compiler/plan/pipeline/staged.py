@@ -39,6 +39,8 @@ from shardwright.errors import PlanError, UsageError
 
 _USUAL_SCHEDULE = "1f1b"
 _QUICKER = 0.98  # of the time: a schedule that keeps all microbatches is not worth less
+_NOTICED = 0.01  # of what a stage takes: messages that may be waited for
+_MANY = 4  # microbatches to a stage: with as many, the slowest stage decides how long all take
 _PER_STAGE = 4  # microbatches, unless a number is asked for: 4 of 5 ranks then compute, of many stages
 
 
@@ -320,12 +322,16 @@ class _Flow:
                 f"choose a smaller {PIPELINE}= in mesh="
             )
         both_s, crossing = [sum(took) for took in self._seconds], [both for _, both in self._crossing]
-        found = [cut(both_s, crossing, stages.total, limits, overlapped=overlapped) for overlapped in (False, True)]
-        line_s = partial(self._line_s, stages)
-        better = [improved(starts, len(nodes), line_s, limits) for starts in found if starts is not None]
-        if not better:
+        first = cut(both_s, crossing, stages.total, limits)
+        if first is None:
             return None
-        starts = min(better, key=line_s)
+        found, line_s = [first], partial(self._line_s, stages)
+        if max(crossing[start] for start in first) > _NOTICED * sum(both_s) / stages.total:
+            other = cut(both_s, crossing, stages.total, limits, overlapped=True)
+            found += [other] if other else []
+        if stages.microbatches < _MANY * stages.total:
+            found = [improved(starts, len(nodes), line_s, limits) for starts in found]
+        starts = min(found, key=line_s)
         of, stage = {}, -1
         for at, node in enumerate(nodes):
             stage += at in starts
