@@ -35,7 +35,8 @@ def message_of(root, **arguments):
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("train", "suffix"), [(True, ""), (False, ".gz")])
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+@pytest.mark.parametrize("train", [True, False])
 def test_items_are_images_in_0_to_1_and_labels(tmp_path, train, suffix):
     dataset = sw.MNIST(write(tmp_path, train=train, suffix=suffix), train=train)
     assert len(dataset) == 11
@@ -70,6 +71,7 @@ def test_batches_and_torchs_loader_give_the_same_items(tmp_path):
         ({"num_shards": 4}, "num_shards=4, shard_id=None; for example MNIST"),
         ({"shard_id": 0}, "num_shards and shard_id go together"),
         ({"num_shards": 4, "shard_id": 4}, "shard_id from 0 to num_shards - 1, got num_shards=4, shard_id=4"),
+        ({"num_shards": 4, "shard_id": -1}, "shard_id=-1"),
         ({"num_shards": 0, "shard_id": 0}, "expected num_shards of at least 1"),
     ],
 )
@@ -122,6 +124,7 @@ def test_a_corrupt_file_is_named_with_the_offset(tmp_path, name, start, replacem
     ("length", "message"),
     [
         (0, "at offset 0: expected the magic number, got 0 bytes and the end of the file"),
+        (3, "at offset 0: expected the magic number, got 3 bytes"),
         (10, "at offset 4: expected 3 lengths of 4 bytes, got 6 bytes"),
         (1000, "at offset 16: expected 8624 bytes of images (11 x 28 x 28), got 984 bytes and the end of the file"),
     ],
@@ -154,6 +157,12 @@ def test_a_gz_that_is_none(tmp_path):
     assert "expected the magic number, got: Not a gzipped file" in message_of(tmp_path)
 
 
+def test_a_folder_in_place_of_a_file(tmp_path):
+    write(tmp_path, suffix=".gz")
+    (tmp_path / "train-images-idx3-ubyte").mkdir()
+    assert "train-images-idx3-ubyte: cannot be read: [Errno 21] Is a directory" in message_of(tmp_path)
+
+
 def read_bytes(contents, dims, suffix=""):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"file{suffix}"
@@ -167,6 +176,13 @@ def reads_or_says_why(contents, dims, suffix):
     except DataError:
         return
     assert idx_bytes(array) == (gzip.decompress(contents) if suffix else contents)
+
+
+@given(st.binary(max_size=64), st.sampled_from([1, 3]), st.sampled_from(["", ".gz"]), st.booleans())
+def test_random_bytes_raise_nothing_but_data_errors(contents, dims, suffix, with_magic):
+    if with_magic:
+        contents = (2048 + dims).to_bytes(4) + contents
+    reads_or_says_why(contents, dims, suffix)
 
 
 @given(st.data(), st.sampled_from(["", ".gz"]))

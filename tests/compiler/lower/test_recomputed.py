@@ -57,7 +57,8 @@ class Twice(nn.Module):
         return self.layer(x).float() + (x[:, :, None] * self.layer.weight[None]).sum(1)
 
 
-def test_a_sharded_weight_that_is_read_inside_of_a_block_and_outside():
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_sharded_weight_that_is_read_inside_of_a_block_and_outside(ranks):
     """It is gathered before the block begins, the bias inside of it."""
     torch.manual_seed(0)
     model, batch = Twice(), torch.randn(6, 16)
@@ -66,7 +67,7 @@ def test_a_sharded_weight_that_is_read_inside_of_a_block_and_outside():
         with torch.autocast("cpu", torch.bfloat16):
             return model(x).square().mean()
 
-    kept = plan_of(model, of, batch, Mesh.of(d=3), "data")
+    kept = plan_of(model, of, batch, Mesh.of(d=ranks), "data")
     split = {
         v.name: type(kept.leaves[v.name]).split(len(v.shape), {0: kept.mesh.names})
         for v in kept.capture.of_kind("parameter")
@@ -133,6 +134,30 @@ def test_buffers_that_a_block_changes_are_read_as_they_were():
     for kept, made_again in run_ranks(2, on_ranks, [(), "*"]):
         assert made_again[1] == ["0", "1"]
         assert made_again[0] == kept[0]
+
+
+def within(memory):
+    torch.manual_seed(0)
+    model, batch = Transformer(layers=4), BATCH(64)
+    parallel = sw.parallelize(model, next_token, batch, batch="global", memory=memory)
+    losses = losses_of(parallel, torch.optim.AdamW(parallel.parameters(), lr=1e-3), batch)
+    return losses, parallel.plan.held.total, sorted(parallel.plan.recomputed)
+
+
+def ranks_within(memory):
+    sw.init()
+    return within(memory)
+
+
+@pytest.mark.slow
+def test_two_ranks_train_with_dropout_within_a_budget_that_nothing_else_keeps():
+    memory = 1_600_000
+    plenty = run_ranks(2, ranks_within, None)[0]
+    assert plenty[1] > 1.4 * memory
+    for losses, held, names in run_ranks(2, ranks_within, memory):
+        assert held <= memory
+        assert names  # layers that are computed again
+        assert losses == pytest.approx(plenty[0], rel=1e-5)
 
 
 def test_patterns_that_match_nothing_and_plans_that_were_edited_are_refused():

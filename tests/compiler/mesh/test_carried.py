@@ -2,8 +2,12 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from ranks import run_ranks
 from shardwright.compiler.mesh.carried import moved, summed_as
+from shardwright.compiler.mesh.mesh import Mesh
+from shardwright.compiler.mesh.processes import communicator_over
 from shardwright.distributed.backends.table import BACKENDS, GLOO, NCCL, Backend
 from shardwright.errors import LoweringError
 
@@ -24,6 +28,47 @@ def numbers(dtype, rank):
     if dtype in (torch.int16, torch.uint16, torch.int32, torch.uint32):
         found[0, 0], found[1, 1] = torch.iinfo(dtype).max, torch.iinfo(dtype).min
     return found
+
+
+def collectives():
+    dist.init_process_group("gloo")
+    comm = communicator_over(Mesh.of(a=2))
+    comm.prepare([("a",)])
+    found = {}
+    for dtype in MOVED:
+        mine = numbers(dtype, comm.rank)
+        found[dtype, "gather"] = list(comm.all_gather(mine, ("a",)))
+        found[dtype, "scalar"] = list(comm.all_gather(mine[0, 1].clone(), ("a",)))
+        found[dtype, "exchange"] = comm.all_to_all([numbers(dtype, comm.rank), numbers(dtype, comm.rank + 4)], ("a",))
+    for dtype in SUMMED:
+        mine = numbers(dtype, comm.rank)
+        given = mine.clone()
+        assert comm.all_reduce(given, ("a",)) is given
+        found[dtype, "sum"] = given
+        found[dtype, "scattered"] = comm.reduce_scatter(mine.repeat(2, 1, 1), ("a",))
+    comm.close()
+    dist.destroy_process_group()
+    return {key: plain(value) for key, value in found.items()}
+
+
+def plain(found):
+    if isinstance(found, list):
+        return [plain(each) for each in found]
+    return str(found.dtype), (found.view(torch.uint8) if "float8" in str(found.dtype) else found).tolist()
+
+
+@pytest.mark.slow
+def test_every_dtype_travels():
+    for rank, found in enumerate(run_ranks(2, collectives)):
+        for dtype in MOVED:
+            each = [numbers(dtype, other) for other in range(2)]
+            assert found[dtype, "gather"] == plain(each), dtype
+            assert found[dtype, "scalar"] == plain([x[0, 1] for x in each]), dtype
+            assert found[dtype, "exchange"] == plain([numbers(dtype, other + 4 * rank) for other in range(2)]), dtype
+        for dtype in SUMMED:
+            wide = torch.complex128 if dtype.is_complex else torch.int64
+            total = (numbers(dtype, 0).to(wide) + numbers(dtype, 1).to(wide)).to(dtype)
+            assert found[dtype, "sum"] == found[dtype, "scattered"] == plain(total), dtype
 
 
 @pytest.mark.parametrize("backend", [NCCL, GLOO], ids=lambda row: row.name)

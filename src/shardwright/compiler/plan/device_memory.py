@@ -146,7 +146,8 @@ class MemoryModel:
         of_kind = Counter[str]()
         for name, size in stored.items():
             of_kind[values[name].kind] += size
-        recomputed = [size for name, size in _remade(plan, lying).items() if name in _blocks_among(plan, names)]
+        blocks = _blocks_among(plan, names)
+        recomputed = [size for name, size in _remade(plan, lying).items() if name in blocks]
         found = DeviceMemory(
             parameters=of_kind["parameter"] + sum(whole.values()),
             gradients=sum(stored[v.name] + whole.get(v.name, 0) for v in trained) + whole_gradients,
