@@ -6,12 +6,12 @@ Needs root: two hosts of two ranks each are network namespaces of this machine (
 links ``tc`` shapes to each rate in turn. For each rate the hosts are measured as ``shardwright bench --save-profile``
 does it; then every case is trained by every way, all ways taking turns in each round. A case is a transformer (4
 layers, width 256, 8,192 words, 32 tokens a row), a perceptron of wide layers (1024, 4096, 4096, 4096, 16) or a deep one
-(16 layers of 1024), and the rows of its global batch.
+(32 layers of 1024), and the rows of its global batch. The deep one has gradients that take longer over a slow link than
+what crosses between two of its layers, and rows enough for microbatches that multiply as fast as the whole batch.
 
 The ways: "found", mode "auto" at the prices measured; "data", mode "data"; "tensor", pins as Megatron-LM splits, inside
-the hosts, and the batch between them; "stages", a pipeline with a stage on each host, whose backward begins behind the
-last forward, so that no message there and back is waited for; torch's DistributedDataParallel ("ddp") and fully_shard
-on every layer ("fsdp").
+the hosts, and the batch between them; "stages", a pipeline with a stage on each host and eight microbatches; torch's
+DistributedDataParallel ("ddp") and fully_shard on every layer ("fsdp").
 A run's figure is the median of its steps (forward, backward, a step of SGD), slowest rank; the table has the median of
 the rounds. Predicted is what the cost model says of a plan. All is measured over the usual backend, or ``--backend``.
 ``--quick`` measures little, to see that everything works.
@@ -70,7 +70,7 @@ if case == "transformer":
     columns, back = ((2, 1, 1), (2, 1)), ((2, 1, 2), (1, 2))
     pins = dict.fromkeys(("*.q", "*.k", "*.v", "*.up"), columns) | dict.fromkeys(("*.out", "*.down"), back)
 else:
-    wide = [1024, 4096, 4096, 4096] if case == "perceptron" else [1024] * 17
+    wide = [1024, 4096, 4096, 4096] if case == "perceptron" else [1024] * 33
     hidden = [part for a, b in zip(wide, wide[1:]) for part in (nn.Linear(a, b), nn.GELU())]
     model = nn.Sequential(*hidden, nn.Linear(wide[-1], 16))
     batch = torch.randn(rows, wide[0]), torch.randint(16, (rows,))
@@ -83,7 +83,7 @@ mine = [part.chunk(world.size)[world.rank] for part in batch]
 plan = None
 if way in ("found", "data", "tensor", "stages"):
     hows = {"found": {"mode": "auto"}, "data": {"mode": "data"}, "tensor": {"mode": "semi-auto", "search": "exact"}}
-    hows |= {"stages": {"mode": "auto", "mesh": "pp=2,ranks=2", "microbatches": 8, "schedule": "gpipe"}}
+    hows |= {"stages": {"mode": "auto", "mesh": "pp=2,ranks=2", "microbatches": 8}}
     how = hows[way]
     if way == "tensor":
         how |= {"pins": pins, "mesh": "dp=2,tp=2"}
@@ -127,7 +127,7 @@ if world.rank == 0:
 """
 BIN = Path(sys.executable).parent
 WAYS = ("found", "data", "tensor", "stages", "ddp", "fsdp")
-CASES = (("transformer", 8), ("transformer", 64), ("perceptron", 64), ("deep", 1024))
+CASES = (("transformer", 8), ("transformer", 64), ("perceptron", 64), ("deep", 4096))
 
 
 class Hosts:

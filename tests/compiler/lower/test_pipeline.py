@@ -11,6 +11,7 @@ from torch.nn import functional as F
 import decoder
 from shardwright.compiler.lower.lower import lower
 from shardwright.compiler.lower.operators.scheduled import _HandOut
+from shardwright.compiler.lower.operators.stages import Pipe
 from shardwright.compiler.mesh.mesh import PIPELINE, Mesh
 from shardwright.compiler.plan.plan import Plan
 from shardwright.errors import PlanError, UsageError
@@ -344,7 +345,7 @@ def test_a_later_plan_computes_where_parameters_are_held():
 def test_microbatches_that_are_over_leave_nothing_behind(monkeypatch):
     """With 1F1B the last stage holds one microbatch, however many there are."""
     model, peaks = decoder.Decoder(layers=2).double(), []
-    for microbatches in (4, 12):
+    for microbatches in (6, 18):
         batch = decoder.batch_of(4 * microbatches, 6)
         plan = plan_of(
             model, decoder.loss_fn, batch, Mesh.parse("pp=2"), "data", hardware=splitting_hardware(),
@@ -463,3 +464,34 @@ def test_casts_of_parameters_stand_within_recomputed_layers():
 
     model, batch = decoder.Decoder(layers=2), decoder.batch_of(4, 6)
     held_against_one_device(model, loss_fn, batch, "pp=2", 2, tolerance=3e-2, recompute=("layers.*",))
+
+
+class Recorder:
+    """The communicator of the second of two stages, which notes what is asked for and what is waited for."""
+
+    mesh, rank = Mesh.parse("pp=2"), 1
+
+    def __init__(self):
+        self.log, self.asked = [], 0
+
+    def start_receive(self, tensor, axis, source, backward=False):
+        number, self.asked = self.asked, self.asked + 1
+        self.log.append(f"ask {number}")
+        return lambda: self.log.append(f"wait {number}") or tensor
+
+
+@pytest.mark.parametrize(
+    ("device", "log"),
+    [
+        ("cpu", ["ask 0", "ask 1", "ask 2", "wait 0", "ask 3", "wait 1", "wait 2", "wait 3"]),
+        ("meta", ["ask 0", "wait 0", "ask 1", "wait 1", "ask 2", "wait 2", "ask 3", "wait 3"]),
+    ],
+)
+def test_messages_are_asked_for_before_they_are_waited_for_but_on_gpus(device, log):
+    recorder, message = Recorder(), [((2,), torch.float32)]
+    pipe = Pipe(recorder, torch.device(device))
+    pipe.expect(0, [message] * 4)
+    for _ in range(4):
+        [tensor] = pipe.receive(message, 0)
+        assert tensor.shape == (2,)
+    assert recorder.log == log

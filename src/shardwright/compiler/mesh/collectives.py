@@ -91,8 +91,12 @@ class Communicator(Protocol):
         messages of the forward and those of the ``backward`` each for themselves.
         """
 
-    def receive(self, tensor: Tensor, axis: str, source: int, backward: bool = False) -> Tensor:
-        """Wait for what the rank at coordinate ``source`` of an axis sends, which ``tensor`` takes; returns that."""
+    def start_receive(self, tensor: Tensor, axis: str, source: int, backward: bool = False) -> Callable[[], Tensor]:
+        """Ask for what the rank at coordinate ``source`` of an axis sends; what is returned waits for it, once.
+
+        It returns ``tensor``, which takes it, and which nobody reads or writes before. Messages are taken in the order
+        in which they are asked for.
+        """
 
     def start_shift(self, tensor: Tensor, axes: Axes) -> Callable[[], Tensor]:
         """Begin to give a tensor to the next member, the last one to the first; all are of one size.

@@ -241,13 +241,17 @@ class ProcessCommunicator:
         assert self._returning is not None
         return _Channel(self._returning, channel.backend)
 
-    def receive(self, tensor: Tensor, axis: str, source: int, backward: bool = False) -> Tensor:
+    def start_receive(self, tensor: Tensor, axis: str, source: int, backward: bool = False) -> Callable[[], Tensor]:
         channel = self._messages(tensor, axis, backward)
         self._lockstep.answer_aside()
         work = dist.irecv(moved(tensor, channel.backend), group=channel.group, group_src=source)
-        if work is not None:
-            self._lockstep.wait(work, in_turns=False)
-        return tensor
+
+        def finish() -> Tensor:
+            if work is not None:
+                self._lockstep.wait(work, in_turns=False)
+            return tensor
+
+        return finish
 
     def start_shift(self, tensor: Tensor, axes: Axes) -> Callable[[], Tensor]:
         channel = self._channel(axes, tensor)
@@ -356,12 +360,17 @@ class WatchedCommunicator:
 
         return finish
 
-    def receive(self, tensor: Tensor, axis: str, source: int, backward: bool = False) -> Tensor:
-        self._note(b"receive", begins=True)
-        try:
-            return self._communicator.receive(tensor, axis, source, backward)
-        finally:
-            self._note(b"")
+    def start_receive(self, tensor: Tensor, axis: str, source: int, backward: bool = False) -> Callable[[], Tensor]:
+        wait = self._communicator.start_receive(tensor, axis, source, backward)
+
+        def finish() -> Tensor:
+            self._note(b"receive", begins=True)
+            try:
+                return wait()
+            finally:
+                self._note(b"")
+
+        return finish
 
     def start_shift(self, tensor: Tensor, axes: Axes) -> Callable[[], Tensor]:
         return self._begun(b"shift", self._communicator.start_shift, tensor, axes)

@@ -174,14 +174,19 @@ class SimulatedCommunicator:
         self._messages.send(self.rank, self._member(axis, to), backward, tensor.detach().clone())
         return self._begin(f"send to rank {self._member(axis, to)}", tensor)
 
-    def receive(self, tensor: Tensor, axis: str, source: int, backward: bool = False) -> Tensor:
-        """Raises `WorldError` where what comes is another tensor than this one."""
+    def start_receive(self, tensor: Tensor, axis: str, source: int, backward: bool = False) -> Callable[[], Tensor]:
+        """To wait for it raises `WorldError` where what comes is another tensor than this one."""
         assert self._messages is not None
-        sent = self._messages.receive(self.rank, self._member(axis, source), backward)
-        if (sent.dtype, sent.shape) != (tensor.dtype, tensor.shape):
-            wanted, came = _described(tensor), _described(sent)
-            raise WorldError(f"rank {self.rank} receives {wanted}, and {came} was sent")
-        return tensor.copy_(sent)
+        messages, sender = self._messages, self._member(axis, source)
+
+        def finish() -> Tensor:
+            sent = messages.receive(self.rank, sender, backward)
+            if (sent.dtype, sent.shape) != (tensor.dtype, tensor.shape):
+                wanted, came = _described(tensor), _described(sent)
+                raise WorldError(f"rank {self.rank} receives {wanted}, and {came} was sent")
+            return tensor.copy_(sent)
+
+        return finish
 
     def _member(self, axis: str, coordinate: int) -> int:
         return self.mesh.rank_at({**self.mesh.coordinates(self.rank), axis: coordinate})

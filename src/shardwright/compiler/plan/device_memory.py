@@ -14,7 +14,7 @@ from shardwright.compiler.plan.decisions import Decisions, Transfer
 from shardwright.compiler.plan.pricing.cost import largest_inside, reduced_in_buckets
 from shardwright.compiler.plan.pricing.joined import SmallGather, in_gathers, small_gather, together_bytes
 from shardwright.compiler.plan.pricing.memory import Block, OptimizerStates, local_bytes
-from shardwright.compiler.plan.pricing.schedule import most_held, schedule
+from shardwright.compiler.plan.pricing.schedule import UNDER_WAY, most_held, schedule
 from shardwright.compiler.plan.timing.alive import AliveBytes, SavedStorages, Storage
 from shardwright.distributed.gradients import BUCKET_BYTES
 
@@ -107,7 +107,8 @@ class MemoryModel:
 
         Parameters and gradients are those that it stores, and those that are sent to it, whole. What stages exchange
         before the forward and behind the backward, in three buffers, is there while nothing is saved, and so are the
-        gradients again in which those of other ranks are added up.
+        gradients again in which those of other ranks are added up. Messages that were asked for, and have not come,
+        are there beside what is saved.
         """
         assert plan.stages is not None
         stages, lying = plan.stages, self._lying(plan)
@@ -155,7 +156,7 @@ class MemoryModel:
             activations=saved + shared,
             buffers=of_kind["buffer"] + of_kind["constant"],
             inputs=of_kind["input"],
-            communication=max(self._largest_buffer, 3 * sum(whole.values()) + own - saved),
+            communication=max(self._largest_buffer + _asked_for(plan, group), 3 * sum(whole.values()) + own - saved),
             recomputed=max(recomputed, default=0),
         )
         counted = shared + found.gradients + found.communication + found.recomputed
@@ -332,6 +333,27 @@ def _stages_of_operators(plan: Decisions) -> dict[str, Collection[int]]:
         else of_block.get(plan.block_of.get(node.name, ""), every)
         for node in plan.capture.nodes
     }
+
+
+def crossing_bytes(plan: Decisions, stage: int) -> Iterator[int]:
+    """Yield the bytes of each value that a stage, or one before, makes for later ones, of a microbatch."""
+    assert plan.stages is not None
+    of = plan.stages.of
+    for node in plan.capture.nodes:
+        if of.get(node.name, stage + 1) <= stage:
+            for name in node.results:
+                if any(of.get(use.node.name, 0) > stage for use in plan.graph.uses[name]):
+                    yield local_bytes(plan.capture.values[name], plan.layout(name), plan.mesh)
+
+
+def _asked_for(plan: Decisions, group: int) -> int:
+    """Return the bytes of messages that a group with stages has asked for, and is not waiting for, at most."""
+    assert plan.stages is not None
+    if plan.hardware is None or not plan.hardware.receives_early:
+        return 0
+    own = [stage for stage in range(plan.stages.total) if plan.stages.group(stage) == group]
+    ahead, back = (max(sum(crossing_bytes(plan, stage - before)) for stage in own) for before in (1, 0))
+    return UNDER_WAY * (ahead + back)
 
 
 def _blocks_among(plan: Decisions, among: Collection[str]) -> set[str]:

@@ -3,6 +3,7 @@
 A program that runs such a schedule reads like this on the last of two stages:
 
     pipe = stages.Pipe(comm, device)
+    stages.expect(pipe, 0, [[((4, 8), torch.float32)], ...])
     anchor, w_whole = stages.fetch(pipe, [v, w], [...])
     (w_leaf,) = scheduled.leaves([w_whole])
     (loss_m0_zero,) = scheduled.zeros(pipe, [((), torch.float32)])
@@ -77,7 +78,8 @@ def receive(pipe: Pipe, source: int, facts: Sequence[tuple[Shape, torch.dtype, b
         facts: the shape and the dtype of each tensor, and whether it has a gradient.
     """
     grad = torch.is_grad_enabled()
-    return tuple(pipe.receive(shape, dtype, source).requires_grad_(grad and has) for shape, dtype, has in facts)
+    came = pipe.receive([(shape, dtype) for shape, dtype, _ in facts], source)
+    return tuple(x.requires_grad_(grad and has) for x, (_, _, has) in zip(came, facts, strict=True))
 
 
 def send(pipe: Pipe, to: int, *tensors: Tensor) -> None:
@@ -105,9 +107,10 @@ def backward(
     if not torch.is_grad_enabled():
         return
     ends = [(part, slope) for part, slope in zip(parts, slopes, strict=True) if slope is not None]
-    for tensor in sent:
+    if sent:
         assert following is not None
-        ends.append((tensor, pipe.receive(tuple(tensor.shape), tensor.dtype, following, backward=True)))
+        answer = [(tuple(tensor.shape), tensor.dtype) for tensor in sent]
+        ends += zip(sent, pipe.receive(answer, following, backward=True), strict=True)
     ends = [(tensor, gradient) for tensor, gradient in ends if tensor.requires_grad]
     if ends:
         torch.autograd.backward([tensor for tensor, _ in ends], [gradient for _, gradient in ends])

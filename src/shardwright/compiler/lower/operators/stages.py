@@ -3,6 +3,7 @@
 A program that has stages reads like this on the second of three:
 
     pipe = stages.Pipe(comm, device)
+    stages.expect(pipe, 0, [[((4, 8), torch.float32)], ...])
     micro_0 = stages.at(comm, (("dp", 2), ("micro", 2)), 0)
     anchor, w_here = stages.fetch(pipe, [v, w], [...])
     came_0, x_m0 = stages.receive(pipe, anchor, [((4, 8), torch.float32, True)])
@@ -19,8 +20,8 @@ through the microbatches from the last to the first on all stages: the schedule 
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, reduce
 from typing import Any, NamedTuple
 
@@ -31,8 +32,11 @@ from torch.autograd.function import once_differentiable
 from shardwright.compiler.mesh.collectives import Axes, Communicator
 from shardwright.compiler.mesh.layout import chunk
 from shardwright.compiler.mesh.mesh import MICROBATCHES, PIPELINE, Axis, Mesh
+from shardwright.compiler.plan.pricing.schedule import UNDER_WAY
 
 Shape = tuple[int, ...]
+Message = Sequence[tuple[Shape, torch.dtype]]
+"""The shape and the dtype of each tensor that one stage sends to another together."""
 
 
 class Pipe:
@@ -43,15 +47,42 @@ class Pipe:
         self.stage, self.count = comm.mesh.coordinates(comm.rank)[PIPELINE], comm.mesh.sizes[PIPELINE]
         self._sent: dict[bool, deque[list[Callable[[], None]]]] = {False: deque(), True: deque()}
         self._put_off: dict[tuple[int, int], list[Callable[[], None]]] = {}
+        # By the stage that sends, and whether backward: what was asked for, and what is to be.
+        self._asked: defaultdict[tuple[int, bool], deque[list[Callable[[], Tensor]]]] = defaultdict(deque)
+        self._expected: defaultdict[tuple[int, bool], deque[Message]] = defaultdict(deque)
+        self.answers: list[Message] = []
+        """What the next stage answers with to what it was sent, in that order: gradients for autograd."""
 
     def send(self, tensors: Sequence[Tensor], to: int, backward: bool = False) -> None:
         """Begin to send tensors to another stage, as one message."""
         begun = [self.comm.send(tensor.detach().contiguous(), PIPELINE, to, backward) for tensor in tensors]
         self._sent[backward].append(begun)
 
-    def receive(self, shape: Shape, dtype: torch.dtype, source: int, backward: bool = False) -> Tensor:
-        """Wait for a tensor of another stage."""
-        return self.comm.receive(torch.empty(shape, dtype=dtype, device=self.device), PIPELINE, source, backward)
+    def expect(self, source: int, messages: Iterable[Message], backward: bool = False) -> None:
+        """Say which messages another stage sends next, so that they are asked for while this one computes.
+
+        gloo moves a message once its reader has asked for it, so that `UNDER_WAY` are. On GPUs none is: NCCL does what
+        two ranks begin one after the other, and a message that was not sent could hold up another that is to be.
+        """
+        if self.device.type == "cpu":
+            self._expected[source, backward].extend(messages)
+            self._ask_for_next(source, backward)
+
+    def _ask_for_next(self, source: int, backward: bool) -> None:
+        asked, expected = self._asked[source, backward], self._expected[source, backward]
+        while expected and len(asked) < UNDER_WAY:
+            asked.append(self._ask(expected.popleft(), source, backward))
+
+    def _ask(self, message: Message, source: int, backward: bool) -> list[Callable[[], Tensor]]:
+        empty = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in message]
+        return [self.comm.start_receive(tensor, PIPELINE, source, backward) for tensor in empty]
+
+    def receive(self, message: Message, source: int, backward: bool = False) -> list[Tensor]:
+        """Wait for the tensors of another stage's next message, which is one like this."""
+        asked = self._asked[source, backward]
+        begun = asked.popleft() if asked else self._ask(message, source, backward)
+        self._ask_for_next(source, backward)
+        return [finish() for finish in begun]
 
     def wait(self, backward: bool, left: int = 0) -> None:
         """Wait until of all messages that were sent, forward or backward, at most so many are ``left`` under way."""
@@ -96,7 +127,7 @@ class _Microbatch:
         self.reduce_scatter, self.start_reduce_scatter = comm.reduce_scatter, comm.start_reduce_scatter
         self.all_to_all, self.exchange_rows = comm.all_to_all, comm.exchange_rows
         self.start_shift = comm.start_shift
-        self.send, self.receive = comm.send, comm.receive
+        self.send, self.start_receive = comm.send, comm.start_receive
 
 
 def at(comm: Communicator, axes: tuple[tuple[str, int], ...], number: int) -> Communicator:
@@ -322,6 +353,12 @@ def _sum(pipe: Pipe, facts: Sequence[Parameter], gradients: dict[int, Tensor]) -
 # Values from stage to stage.
 
 
+def expect(pipe: Pipe, source: int, messages: Sequence[Message], backward: bool = False) -> None:
+    """Say which messages a stage on group ``source`` sends in this step, in order; none backward without autograd."""
+    if torch.is_grad_enabled() or not backward:
+        pipe.expect(source, messages, backward)
+
+
 def receive(pipe: Pipe, anchor: Tensor, facts: Sequence[tuple[Shape, torch.dtype, bool]]) -> tuple[Tensor, ...]:
     """Return a scalar for `finish`, and what the stage before sends, which waits for gradients of some in any case.
 
@@ -339,7 +376,7 @@ class _Receive(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.pipe, ctx.facts = pipe, facts
         ctx.set_materialize_grads(False)
-        found = tuple(pipe.receive(shape, dtype, pipe.stage - 1) for shape, dtype, _ in facts)
+        found = tuple(pipe.receive([(shape, dtype) for shape, dtype, _ in facts], pipe.stage - 1))
         ctx.mark_non_differentiable(*(x for x, (_, _, trained) in zip(found, facts, strict=True) if not trained))
         return torch.zeros((), device=pipe.device), *found
 
@@ -360,16 +397,17 @@ def send(pipe: Pipe, anchor: Tensor, trained: Sequence[bool], *tensors: Tensor) 
 class _Send(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pipe: Pipe, trained: tuple[bool, ...], _: Tensor, *tensors: Tensor) -> Tensor:
-        ctx.pipe, ctx.facts = pipe, [(t.shape, t.dtype, has) for t, has in zip(tensors, trained, strict=True)]
+        ctx.pipe, ctx.trained = pipe, trained
+        ctx.answer = [(t.shape, t.dtype) for t, has in zip(tensors, trained, strict=True) if has]
+        pipe.answers.append(ctx.answer)
         pipe.send(tensors, pipe.stage + 1)
         return torch.zeros((), device=pipe.device)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        pipe = ctx.pipe
-        found = [pipe.receive(shape, dtype, pipe.stage + 1, True) if has else None for shape, dtype, has in ctx.facts]
-        return None, None, None, *found
+        came = iter(ctx.pipe.receive(ctx.answer, ctx.pipe.stage + 1, backward=True))
+        return None, None, None, *(next(came) if has else None for has in ctx.trained)
 
 
 def wait(pipe: Pipe) -> None:
@@ -390,12 +428,14 @@ class _Finish(torch.autograd.Function):
     def forward(
         ctx: Any, pipe: Pipe, owner: int, shape: Shape, dtype: torch.dtype, loss: Tensor | None, *ends: Tensor
     ) -> Tensor:
-        ctx.has, ctx.count, ctx.device = loss is not None, len(ends), pipe.device
+        ctx.has, ctx.count, ctx.pipe = loss is not None, len(ends), pipe
         pipe.wait_for_all()
         return pipe.from_stage(owner, shape, dtype, loss)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        ends = [torch.zeros((), device=ctx.device) for _ in range(ctx.count)]
+        pipe = ctx.pipe
+        pipe.expect(pipe.stage + 1, reversed(pipe.answers), backward=True)
+        ends = [torch.zeros((), device=pipe.device) for _ in range(ctx.count)]
         return None, None, None, None, gradient if ctx.has else None, *ends

@@ -149,7 +149,9 @@ class InTurns(OfStage):
             several = self.stages.each > 1  # stages of this rank may have it under its name
             names |= {name: self.made.fresh(f"{name}_at_{stage}") if several else name for name in came}
             facts = [self._facts_of(name, when) for name in came]
-            call = Call("scheduled.receive", (PIPE, self.stages.group(stage - 1), facts))
+            before = self.stages.group(stage - 1)
+            self.expects(came, before)
+            call = Call("scheduled.receive", (PIPE, before, facts))
             self.add(tuple(names[name] for name in came), ("pipe",), call, unpacks=True)
         for placed in self._mine():
             if self.when(placed) == when and self._stage_of(placed) == stage:
@@ -203,6 +205,8 @@ class InTurns(OfStage):
         slopes = [self._slopes[name] for name in parts]
         following = self.stages.group(stage + 1) if sent else None
         before = self.stages.group(stage - 1) if came else None
+        if following is not None:
+            self.expects(sent, following, backward=True)
         lists = [list(variables(of)) for of in (local(parts), slopes, local(sent), local(came))]
         call = Call("scheduled.backward", (PIPE, lists[0], lists[1], following, lists[2], before, lists[3]))
         self.add((), ("pipe", *local(parts), *slopes, *local(sent), *local(came)), call)

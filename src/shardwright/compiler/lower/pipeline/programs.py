@@ -36,6 +36,8 @@ class OfStage:
     instructions: list[Instruction] = field(default_factory=list)
     ends: list[str] = field(default_factory=list)
     whole: dict[str, str] = field(default_factory=dict)  # parameter -> the variable in which it is whole here
+    # What other groups send to this one in the forward, or backward, in order; each the facts of some tensors.
+    messages: dict[tuple[int, bool], list[list[tuple[tuple[int, ...], torch.dtype]]]] = field(default_factory=dict)
 
     @property
     def stages(self) -> Stages:
@@ -81,7 +83,9 @@ class OfStage:
         first = self.made.first
         self.add(("pipe",), (), Call("stages.Pipe", (COMM, DEVICE)))
         self._fetch()
+        at = len(self.instructions)
         self.place()
+        self.instructions[at:at] = [self._expect(*of, messages) for of, messages in self.messages.items()]
         outputs = {name: self._output(name) for name in first.outputs if name != first.loss}
         if first.loss:
             outputs[first.loss] = self._loss()
@@ -108,6 +112,14 @@ class OfStage:
 
     def add(self, outputs: tuple[str, ...], reads: tuple[str, ...], call: Call, unpacks: bool = False) -> None:
         self.instructions.append(Instruction("pipeline", outputs, reads, call, unpacks=unpacks))
+
+    def expects(self, names: Sequence[str], source: int, backward: bool = False) -> None:
+        """Note that the next message of another group is made of these."""
+        self.messages.setdefault((source, backward), []).append([self.facts(name)[:2] for name in names])
+
+    def _expect(self, source: int, backward: bool, messages: Sequence[object]) -> Instruction:
+        given = (("backward", True),) if backward else ()
+        return Instruction("pipeline", (), ("pipe",), Call("stages.expect", (PIPE, source, list(messages)), given))
 
     def _reading_whole(self, instruction: Instruction) -> Instruction:
         """Return the instruction with parameters as `stages.fetch` gives them, but where it takes them as stored."""
@@ -148,6 +160,7 @@ class OfStage:
 
     def _receive(self, when: tuple[int, int]) -> None:
         if names := self.crossing.get((self.group - 1, when)):
+            self.expects(names, self.group - 1)
             call = Call("stages.receive", (PIPE, ANCHOR, [self.facts(name) for name in names]))
             self.ends.append(self.made.fresh(f"came_{len(self.ends)}"))
             self.add((self.ends[-1], *names), ("pipe", "anchor"), call, unpacks=True)

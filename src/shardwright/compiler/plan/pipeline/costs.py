@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -11,7 +11,7 @@ from shardwright.compiler.capture.ir import Node, Value
 from shardwright.compiler.mesh.mesh import MICROBATCHES, PIPELINE, Axis, Mesh
 from shardwright.compiler.mesh.redistribute import Collective, Step
 from shardwright.compiler.plan.decisions import Transfer
-from shardwright.compiler.plan.device_memory import DeviceMemory, MemoryModel
+from shardwright.compiler.plan.device_memory import DeviceMemory, MemoryModel, crossing_bytes
 from shardwright.compiler.plan.pipeline.weights_apart import SHARE, weights_apart
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.hardware import Hardware
@@ -116,7 +116,7 @@ class StagedCosts:
     @cached_property
     def seconds(self) -> list[StageSeconds]:
         """What each stage takes for a microbatch."""
-        return [each.seconds._replace(on_demand=not self.hardware.prefetches) for each in self.stages]
+        return [each.seconds._replace(on_demand=not self.hardware.receives_early) for each in self.stages]
 
     @cached_property
     def stages(self) -> tuple[StageCost, ...]:
@@ -236,17 +236,6 @@ class StagedCosts:
             if value.needs_gradient:
                 found += self._costs.objective.leaf(value, layout, plan.devices)
         return found
-
-
-def crossing_bytes(plan: Plan, stage: int) -> Iterator[int]:
-    """Yield the bytes of each value that a stage, or one before, makes for later ones, of a microbatch."""
-    assert plan.stages is not None
-    of = plan.stages.of
-    for node in plan.capture.nodes:
-        if of.get(node.name, stage + 1) <= stage:
-            for name in node.results:
-                if any(of.get(use.node.name, 0) > stage for use in plan.graph.uses[name]):
-                    yield local_bytes(plan.capture.values[name], plan.layout(name), plan.mesh)
 
 
 def _within(step: Step) -> Step:

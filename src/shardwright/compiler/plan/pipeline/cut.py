@@ -30,8 +30,9 @@ def cut(
 ) -> list[int] | None:
     """Return where each of ``count`` stages begins; None where no cut keeps the limits.
 
-    A stage takes the sum of its costs, and what crosses to it and from it; ``overlapped``, where messages go
-    beside computing, the largest of the three. Of the cuts whose slowest stage takes the least, it is one where the
+    A stage takes the sum of its costs, and half of what crosses its borders: it waits for what comes, forward over one
+    of them and backward over the other. ``overlapped``, where messages go beside computing, it takes the longest of its
+    costs and what crosses each border. Of the cuts whose slowest stage takes the least, it is one where the
     least crosses in all. Dynamic programming over the first operators, for one stage more at a time: ``count`` times
     the square of the operators.
 
@@ -39,14 +40,15 @@ def cut(
     [0, 3]
     >>> cut([1, 1, 1, 1], [0, 5, 2, 5], 2)
     [0, 2]
-    >>> cut([2, 2, 2, 2], [0, 1, 3, 1], 2), cut([2, 2, 2, 2], [0, 1, 3, 1], 2, overlapped=True)
+    >>> cut([2, 2, 2, 2], [0, 1, 6, 1], 2), cut([2, 2, 2, 2], [0, 1, 3, 1], 2, overlapped=True)
     ([0, 1], [0, 2])
     >>> cut([1, 1, 1, 3], [0, 0, 0, 0], 2, [[Limit([4, 4, 4, 4], 8)]] * 2)
     [0, 2]
 
     Args:
         costs: seconds of each operator.
-        crossing: seconds that what passes from before each operator to behind it takes; nothing before the first.
+        crossing: seconds that what passes from before each operator to behind it takes, there and back; nothing before
+            the first.
         limits: those of each stage, if there are any.
 
     Raises:
@@ -63,7 +65,7 @@ def cut(
         """Return the seconds of a stage that ends there, by where it begins."""
         costs: Floats = before[end] - before[:end]
         longest: Floats = np.maximum(costs, np.maximum(border[:end], border[end]))
-        return longest if overlapped else costs + border[:end] + float(border[end])
+        return longest if overlapped else costs + (border[:end] + float(border[end])) / 2
 
     slowest, _ = _best(takes, border, count, np.maximum, math.inf, sums)
     if slowest[-1] == math.inf:

@@ -9,7 +9,8 @@ from functools import cached_property
 from shardwright.compiler.capture.ir import Node
 from shardwright.compiler.mesh.mesh import MICROBATCHES
 from shardwright.compiler.plan.decisions import Transfer
-from shardwright.compiler.plan.pipeline.costs import StagedCosts, crossing_bytes
+from shardwright.compiler.plan.device_memory import crossing_bytes
+from shardwright.compiler.plan.pipeline.costs import StagedCosts
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.hardware import Hardware
 from shardwright.compiler.plan.pricing.memory import local_bytes

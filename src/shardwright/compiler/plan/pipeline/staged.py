@@ -309,8 +309,8 @@ class _Flow:
     def stages(self, stages: Stages, limits: Limits = ()) -> dict[str, int] | None:
         """Return the stage of each of these operators; None where no cut keeps the limits.
 
-        Stages that wait for their messages are cut elsewhere than those whose messages go beside computing. The cut is
-        taken with which the schedule ends first.
+        Stages that wait for their messages are cut elsewhere than those whose messages go beside computing, and those
+        that wait for each other's, too, elsewhere again. The cut is taken with which the schedule ends first.
 
         Raises:
             PlanError: where there are fewer of them than stages.
@@ -326,10 +326,12 @@ class _Flow:
         if first is None:
             return None
         found, line_s = [first], partial(self._line_s, stages)
-        if max(crossing[start] for start in first) > _NOTICED * sum(both_s) / stages.total:
-            other = cut(both_s, crossing, stages.total, limits, overlapped=True)
-            found += [other] if other else []
-        if stages.microbatches < _MANY * stages.total:
+        noticed = max(crossing[start] for start in first) > _NOTICED * sum(both_s) / stages.total
+        if noticed:
+            others = [cut(both_s, crossing, stages.total, limits, overlapped=True)]
+            others.append(cut(both_s, [2 * s for s in crossing], stages.total, limits))
+            found += [other for other in others if other]
+        if noticed or stages.microbatches < _MANY * stages.total:
             found = [improved(starts, len(nodes), line_s, limits) for starts in found]
         starts = min(found, key=line_s)
         of, stage = {}, -1
@@ -341,7 +343,7 @@ class _Flow:
     def _line_s(self, stages: Stages, starts: Sequence[int]) -> float:
         """Return the seconds in which the microbatches go through stages that begin there."""
         assert self.plan.hardware is not None
-        crossing, on_demand = [*self._crossing, (0.0, 0.0)], not self.plan.hardware.prefetches
+        crossing, on_demand = [*self._crossing, (0.0, 0.0)], not self.plan.hardware.receives_early
         of_stages = []
         for start, end in zip(starts, [*starts[1:], len(self.staged)], strict=True):
             forward_s, backward_s = (sum(seconds) for seconds in zip(*self._seconds[start:end], strict=True))

@@ -129,6 +129,11 @@ class Hardware:
         """Return whether programs gather parameters, and scatter their gradients, beside what they compute."""
         return self._backend.overlaps
 
+    @property
+    def receives_early(self) -> bool:
+        """Return whether stages of a pipeline ask for messages before they need them, as `lower.operators.stages`."""
+        return self.device_type == "cpu"
+
     @cached_property
     def buckets(self) -> Buckets:
         """The buckets in which gradients are joined for all-reduces."""

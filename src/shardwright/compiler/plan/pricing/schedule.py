@@ -152,7 +152,7 @@ class StageSeconds(NamedTuple):
     """What a stage takes for a microbatch: its forward, its backward, and a message to the next stage, or back.
 
     ``weights`` is what the action of that name takes, where a schedule has it; it is not in ``backward``. A message
-    ``on_demand`` begins when its reader waits for it, as gloo's do, and not while that computes.
+    ``on_demand`` begins when its reader waits for it, as on GPUs, and not while that computes.
     """
 
     forward: float
