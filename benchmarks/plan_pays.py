@@ -13,7 +13,8 @@ The ways: "found", mode "auto" at the prices measured; "data", mode "data"; "ten
 the hosts, and the batch between them; "stages", a pipeline with a stage on each host and eight microbatches; torch's
 DistributedDataParallel ("ddp") and fully_shard on every layer ("fsdp").
 A run's figure is the median of its steps (forward, backward, a step of SGD), slowest rank; the table has the median of
-the rounds. Predicted is what the cost model says of a plan. All is measured over the usual backend, or ``--backend``.
+the rounds. Predicted is what the cost model says of a plan with the speed that the cores have just before and after it
+runs: that of a shared machine changes by the minute. All is measured over the usual backend, or ``--backend``.
 ``--quick`` measures little, to see that everything works.
 Where other programs want the cores it refuses to measure, unless told ``--busy``.
 """
@@ -48,11 +49,13 @@ if world.rank == 0:
 """
 TRAIN = """
 import json, statistics, sys, time, warnings
+from dataclasses import replace
 warnings.simplefilter("ignore")
 import torch, torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 import shardwright as sw
+from shardwright.cluster.bench.device import measure_device
 from shardwright.compiler.plan.pipeline.costs import StagedCosts
 from shardwright.compiler.report.plans.staged_page import staged_page
 from shardwright.compiler.plan.timing.prices import Prices
@@ -111,15 +114,26 @@ def step():
     return time.perf_counter() - start
 
 step()
+before = measure_device(world.device)
 slowest = torch.tensor(step(), dtype=torch.float64)
 dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
 took = [step() for _ in range(max(2, min(25, round(budget_s / slowest.item()))))]
+after = measure_device(world.device)
+
+def between(read):
+    return statistics.harmonic_mean([read(before), read(after)])
+
 everyone = [None] * world.size
 dist.all_gather_object(everyone, took)
 if world.rank == 0:
     found = {"step_s": statistics.median(map(max, zip(*everyone))), "steps": len(took)}
     if plan is not None:
-        hardware = hardware_of(world, read_hardware("hardware.json"))
+        hardware = replace(
+            hardware_of(world, read_hardware("hardware.json")),
+            flops=tuple((name, between(lambda speeds: dict(speeds.flops)[name])) for name, _ in before.flops),
+            memory_bandwidth=between(lambda speeds: speeds.memory_bandwidth),
+            launch_s=between(lambda speeds: speeds.launch_s),
+        )
         found["predicted_s"] = (Prices if plan.stages is None else StagedCosts)(plan, hardware).step_s
         found["moved_bytes"] = plan.moved_bytes()
         found["plan"] = f"{plan if plan.stages is None else staged_page(plan, hardware)}"
@@ -158,12 +172,17 @@ class Hosts:
 
 
 def measured(hosts: Hosts, case: str, rows: int, given: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """What each way took: its median over the rounds, and what was predicted of it."""
+    """What each way took, and what was predicted of it: medians over the rounds."""
     rounds = [
         {way: hosts.trained(case, rows, way, 0.0 if given.quick else given.seconds) for way in given.ways}
         for _ in range(given.rounds)
     ]
-    return {way: rounds[0][way] | {"step_s": statistics.median(r[way]["step_s"] for r in rounds)} for way in given.ways}
+
+    def medians(way: str) -> dict[str, float]:
+        keys = [key for key in ("step_s", "predicted_s") if key in rounds[0][way]]
+        return {key: statistics.median(of[way][key] for of in rounds) for key in keys}
+
+    return {way: rounds[0][way] | medians(way) for way in given.ways}
 
 
 def line(megabits: int, case: str, rows: int, took: dict[str, dict[str, Any]]) -> str:

@@ -389,7 +389,7 @@ def test_an_optimizer_that_is_given_other_parameters_is_looked_at_again():
 
 def test_settings_are_told_as_they_are():
     for rates in itertools.permutations((0.0, -0.0, 0, False, 1, True, 1.0)):
-        told = [optimizer_steps._told("SGD", ((1, None, (("lr", (rate,)),)),)) for rate in rates]
+        told = [optimizer_steps._described("SGD", ((1, None, (("lr", (rate,)),)),)) for rate in rates]
         assert told == [f"SGD of 1 parameters, lr={rate:.6g}" for rate in rates]
 
 

@@ -61,8 +61,8 @@ class Steps:
         self._started_s = self._due_s = time.perf_counter()
 
     @property
-    def told(self) -> bool:
-        """Return whether anybody listens."""
+    def has_reader(self) -> bool:
+        """Return whether anybody reads them."""
         return self._write is not None
 
     def open(self) -> None:
@@ -171,7 +171,7 @@ def own_steps() -> Steps:
     Cached once: a process has one place to tell of its steps, which its supervisor gives it at the start.
     """
     steps = Steps(_writer(variable_of_this_rank(STEPS_VARIABLE)))
-    if steps.told:
+    if steps.has_reader:
         atexit.register(steps.finish)
     return steps
 

@@ -46,7 +46,7 @@ def follow_device(pulse: Pulse, device: torch.device) -> None:
 
 def measure_steps(steps: Steps, device: torch.device, first_of_host: bool) -> None:
     """Have ``steps`` measure what is held on ``device``, and one rank of each host what that has moved."""
-    if not steps.told:
+    if not steps.has_reader:
         return
     if device.type == "cuda":
         steps.communicating_s = None

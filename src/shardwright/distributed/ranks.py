@@ -84,15 +84,15 @@ def ranks_by_collectives(doing: str) -> Ranks:
     return OneRank(purpose) if alone() else CollectiveRanks(purpose)
 
 
-# How often rank 0 was waited for in each default group, and how many bytes it has told the others.
+# How often rank 0 was waited for in each default group, and how many bytes it has broadcast to the others.
 _waits: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-_told: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+_bytes_broadcast: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 _LONGEST_PAUSE_S = 0.02  # and 0.2 ms more for each rank, so that a thousand do not keep the store busy
 
 
-def told_bytes() -> int:
+def broadcast_bytes() -> int:
     """Return how many bytes rank 0 has broadcast by collectives so far; 0 on other ranks."""
-    return 0 if alone() else _told.get(world_group(), 0)
+    return 0 if alone() else _bytes_broadcast.get(world_group(), 0)
 
 
 def ranks_by_messages(purpose: Purpose) -> Ranks:
@@ -143,7 +143,7 @@ class CollectiveRanks:
             dist.broadcast_object_list(answer, src=0, group=control_group())
         if self.rank:
             return pickle.loads(answer[0])
-        _told[world_group()] = told_bytes() + len(answer[0])
+        _bytes_broadcast[world_group()] = broadcast_bytes() + len(answer[0])
         return value
 
     def _wait_for_rank_zero(self) -> None:

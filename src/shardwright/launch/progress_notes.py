@@ -117,12 +117,12 @@ def counted(name: str, items: Sequence[T]) -> Iterator[T]:
 def _find_show() -> Show | None:
     """Return the launcher that listens to this process, or else its terminal, if it is rank 0."""
     steps = own_steps()
-    if not steps.told and not _has_terminal():
+    if not steps.has_reader and not _has_terminal():
         return None
     with contextlib.suppress(WorldError):  # which is told where the ranks meet
         if read_environment(os.environ).rank != 0:
             return None
-    return (lambda text: steps.tell({"doing": text})) if steps.told else _on_terminal
+    return (lambda text: steps.tell({"doing": text})) if steps.has_reader else _on_terminal
 
 
 def _has_terminal() -> bool:

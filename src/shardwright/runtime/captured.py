@@ -143,7 +143,7 @@ class Parallel(ParallelModel):
         """Before anything is known of a step. In the calls of ``_turns``, ``_same_batch`` compares whole batches that
         all ranks pass, and once all have come to one program ``_same_calls`` and ``_replicas`` compare. After a step
         the program raises what the model raises."""
-        if self._pulse.steps.told:
+        if self._pulse.steps.has_reader:
             from shardwright.compiler.report.plans.expected import expected  # loaded where somebody reads it
 
             self._pulse.steps.tell({"plan": expected(self.plan, planner.request.hardware)})
@@ -203,7 +203,7 @@ class Parallel(ParallelModel):
                 self._same_batch.before(found)
             rows = rows_of(batch, found, self.options.batch, self.world.size)
         else:
-            rows = self._told_rows(found, key)
+            rows = self._rows_of_all_ranks(found, key)
         if not rows.total and any(tensor.ndim for tensor in tensors):
             raise UsageError("the batch is empty; expected at least one sample")
 
@@ -218,16 +218,16 @@ class Parallel(ParallelModel):
         prepared = self._programs.of(Step(kind, batch, rows, step_key, filled))
         return prepared, rows, prepared.inputs(tensors, rows, self._communicator)
 
-    def _told_rows(self, tensors: Sequence[Tensor], key: str) -> Rows:
-        """Return which rows of the global batch this rank was given, of which ranks with parts tell each other."""
+    def _rows_of_all_ranks(self, tensors: Sequence[Tensor], key: str) -> Rows:
+        """Return which rows of the global batch this rank was given, whose sizes all ranks exchange."""
         height = height_of(tensors)
         alike = self._same_batch.beside_rows(tensors, height) if self._turns.due_or_after else []
         try:
-            told = self._sizes.told(tensors, height, key, alike)
-        except Exception as error:  # others may still wait for what this rank tells
+            sizes = self._sizes.of_all_ranks(tensors, height, key, alike)
+        except Exception as error:  # others may still wait for the sizes of this rank
             self._note_failure(error)
             raise
-        return self._sizes.rows(told, tensors, alike)
+        return self._sizes.rows(sizes, tensors, alike)
 
     def _run(self, kind: StepKind, prepared: PreparedProgram, inputs: Sequence[Tensor]) -> Outputs:
         """Run a program on this rank's part of a batch, and keep the buffers that it makes.

@@ -169,7 +169,7 @@ class ParallelModel(ModuleInterface):
 
     def _tell_computed(self, samples: int, loss: Tensor) -> None:
         """Tell those who watch the job what a batch of a step gave."""
-        if (steps := self._pulse.steps).told:
+        if (steps := self._pulse.steps).has_reader:
             steps.computed(samples, partial(PendingNumbers, loss.detach()))
 
     # The state

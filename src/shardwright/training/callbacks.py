@@ -53,33 +53,33 @@ class LateLosses(Callback, ABC):
         self._due: tuple[PendingNumbers, Callable[[float], LateStep]] | None = None
 
     @abstractmethod
-    def told(self, step: LateStep) -> None:
+    def on_late_step(self, step: LateStep) -> None:
         """Called on rank 0."""
 
     def on_step_end(self, run: RunView) -> None:
-        self._tell()
+        self._report()
         if run.step % self.every == 0 and run.world.rank == 0:
             self._due = PendingNumbers(run.loss), _late_step(run)
             if self._due[0].is_there:
-                self._tell()
+                self._report()
 
     @contextmanager
     def evaluating(self, run: RunView) -> Iterator[None]:
         """Print the losses of the steps before the evaluation first."""
-        self._tell()
+        self._report()
         yield
 
     def on_epoch_end(self, run: RunView) -> None:
-        self._tell()
+        self._report()
 
     def close(self, run: RunView) -> None:
-        self._tell()
+        self._report()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         if self._due is not None:
             loss, late_step = self._due
             self._due = None
-            self.told(late_step(loss.value()))
+            self.on_late_step(late_step(loss.value()))
 
 
 def _late_step(run: RunView) -> Callable[[float], LateStep]:
@@ -95,7 +95,7 @@ class LossMonitor(LateLosses):
     A GPU is not waited for: the loss of a step is printed when the next one, or an evaluation, has been asked of it.
     """
 
-    def told(self, step: LateStep) -> None:
+    def on_late_step(self, step: LateStep) -> None:
         print(loss_line(step.epoch, step.step, step.loss), flush=True)
 
 

@@ -52,7 +52,7 @@ class Recorder(LateLosses):
             self._writers = [RECORDS[name].make(target) for name in self.to]
             self._since = run.steps, time.monotonic()
 
-    def told(self, step: LateStep) -> None:
+    def on_late_step(self, step: LateStep) -> None:
         assert self._since is not None
         steps, since_s = self._since
         values = {"loss": step.loss, "step_seconds": (step.at_s - since_s) / max(1, step.steps - steps)}

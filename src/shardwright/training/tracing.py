@@ -42,7 +42,7 @@ class Tracer(Callback):
         self.folder, self.steps = Path(folder), frozenset(steps)
         self._profile: profile | None = None
         self._first = 0
-        self._told = False  # whether a person knows why there are none
+        self._warned = False  # whether a person knows why there are none
 
     def alike(self) -> dict[str, Any]:
         return {"folder": str(self.folder), "steps": sorted(self.steps)}
@@ -87,8 +87,8 @@ class Tracer(Callback):
             return
         problem = next((f"rank {rank}: {why}" for rank, (why, _) in enumerate(everyone) if why), None)
         problem = problem or attempt(lambda: self._save([data for _, data in everyone]))[0]
-        if problem and not self._told:
-            self._told = True
+        if problem and not self._warned:
+            self._warned = True
             print(f"no trace in {self.folder}: {problem}; the training goes on", flush=True)
 
     def _exported(self) -> bytes:

@@ -229,7 +229,7 @@ class Trainer:
             self.batches += len(group)
             self._pulse.begin_step(self.steps)
             self._train_step(group)
-            if self._pulse.steps.told:
+            if self._pulse.steps.has_reader:
                 self._pulse.steps.computed(0, partial(PendingNumbers, self.loss))
             self._call_all("on_step_end")
             self._pulse.steps.close()

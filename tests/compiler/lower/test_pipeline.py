@@ -438,7 +438,7 @@ def test_a_gradient_that_each_microbatch_computes_whole_is_counted_once():
         return model(x).square().mean()
 
     plan = held_against_one_device(Across().double(), loss_fn, images()[0], "pp=2,dp=2", 3)
-    assert any("stages.apart(" in lower(plan, rank).source for rank in range(plan.devices.size))
+    assert any("stages.detached(" in lower(plan, rank).source for rank in range(plan.devices.size))
 
 
 class Named(nn.Module):

@@ -129,7 +129,7 @@ def test_kills_of_ranks_of_stages_change_no_loss(tmp_path):
     try:
         more = ["parallel.mesh=pp=2", "parallel.mode=data", "parallel.save_graphs=graphs"]
         disturbed(job, ["-n", "2"], epochs=60, kills=3, ranks=2, more=more)
-        assert "stages.send(" in (job.folder / "graphs" / "rank_0" / "program.py").read_text()
+        assert "scheduled.send(" in (job.folder / "graphs" / "rank_0" / "program.py").read_text()
         job.assert_none_left()
     finally:
         job.close()

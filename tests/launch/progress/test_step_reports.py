@@ -119,7 +119,7 @@ def test_without_a_listener_nothing_is_done():
     steps.computed(1, lambda: 1 / 0)
     steps.begin(2)
     steps.finish()
-    assert not steps.told
+    assert not steps.has_reader
 
 
 @pytest.mark.usefixtures("clock_stands")

@@ -129,7 +129,7 @@ def match(
     extra = [".".join(path) for path in available if path[0] in sections and path not in wanted]
     found = Match(tuple(pairs), tuple(missing), tuple(extra), tuple(differing), tuple(converted))
     if strict and (missing or extra or differing or converted):
-        raise CheckpointError(_told(found, available, wanted, where))
+        raise CheckpointError(_differences(found, available, wanted, where))
     return found
 
 
@@ -160,7 +160,7 @@ def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _told(found: Match, available: Mapping[Path, Entry], wanted: State, where: str) -> str:
+def _differences(found: Match, available: Mapping[Path, Entry], wanted: State, where: str) -> str:
     lines = [f"{where} does not fit what it is to be loaded into:"]
     for names, what in (
         (found.missing, "wanted here, missing in the checkpoint"),

@@ -162,7 +162,7 @@ class Store:
                 f"{name!r} cannot be the name of a checkpoint: it would be a directory in {self.directory}, not hidden "
                 f"and not called {LATEST}; for example step-00000100"
             )
-        with self._told(f"cannot begin to save {self.path(name)}"):
+        with self._refusing(f"cannot begin to save {self.path(name)}"):
             self._made = []
             try:
                 self._make_directories(self.directory)
@@ -191,7 +191,7 @@ class Store:
         Raises:
             CheckpointError: where the file system refuses; what ``latest`` named before is still there.
         """
-        with self._told(f"cannot complete {self.path(save.name)}"):
+        with self._refusing(f"cannot complete {self.path(save.name)}"):
             self.write(save, MANIFEST, manifest.to_text().encode())
             self._publish(save)
             self._point(save)
@@ -320,7 +320,7 @@ class Store:
             ) from None
 
     @contextmanager
-    def _told(self, what: str) -> Iterator[None]:
+    def _refusing(self, what: str) -> Iterator[None]:
         try:
             yield
         except OSError as error:

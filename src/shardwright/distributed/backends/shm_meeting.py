@@ -82,7 +82,7 @@ def _gloo(meeting: _Meeting) -> dist.ProcessGroupGloo:
 def _members(meeting: _Meeting, cards: Sequence[Mapping[str, Any]]) -> Members:
     """Return the members; raises `_NoMemory` on all ranks of the group or on none."""
     layout = Layout(len(cards))
-    made = meeting.told("made", 0, partial(_make, layout))
+    made = meeting.published("made", 0, partial(_make, layout))
     part = _Part(meeting.names, cards, meeting.rank, made)
     try:
         meeting.exchange("joined", partial(part.join, layout))
@@ -105,17 +105,17 @@ class _Meeting:
 
     def exchange(self, what: str, make: Callable[[], Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return what every member makes, in their order; raises `_NoMemory` on all of them where it fails on one."""
-        self._tell(f"{what}/{self.rank}", make)
+        self._publish(f"{what}/{self.rank}", make)
         said = [self._get(f"{what}/{rank}", name) for rank, name in enumerate(self.names)]
         return [_checked(answer) for answer in said]
 
-    def told(self, key: str, maker: int, make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+    def published(self, key: str, maker: int, make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
         """Return the value that one member publishes, or its error."""
         if self.rank == maker:
-            self._tell(key, make)
+            self._publish(key, make)
         return self._get(key, self.names[maker])
 
-    def _tell(self, key: str, make: Callable[[], Mapping[str, Any]]) -> None:
+    def _publish(self, key: str, make: Callable[[], Mapping[str, Any]]) -> None:
         """Publish the result of ``make``, or its error: the others wait for an answer."""
         try:
             mine = make()

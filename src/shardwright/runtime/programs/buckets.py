@@ -49,7 +49,7 @@ class Unreduced(ABC):
         """Be told of gradients that are dropped, from now on until none is kept."""
         if not _dropping:
             _dropping.append(ExitStack())
-            _dropping[0].enter_context(_drops_told())
+            _dropping[0].enter_context(_zero_grad_reported())
 
     @property
     @abstractmethod
@@ -73,7 +73,7 @@ class Unreduced(ABC):
 
 
 _all: WeakSet[Unreduced] = WeakSet()
-_dropping: list[ExitStack] = []  # one, as long as `_drops_told`
+_dropping: list[ExitStack] = []  # one, as long as `_zero_grad_reported`
 
 
 @cache
@@ -83,7 +83,7 @@ def _watch_optimizers() -> None:
 
 
 @contextmanager
-def _drops_told() -> Iterator[None]:
+def _zero_grad_reported() -> Iterator[None]:
     """Let ``optimizer.zero_grad()`` drop what is kept of its parameters, too."""
 
     @wraps(torch.optim.Optimizer.zero_grad)

@@ -122,7 +122,7 @@ def _out_of_range(instruction: Instruction, node: Node, variables: Mapping[str, 
             continue
         wrong = held[((held < indices.lowest) | (held >= indices.size)) & (held != indices.ignored)]
         if wrong.numel():
-            return _told(node, indices, int(wrong[0]), capture)
+            return _wrong_index(node, indices, int(wrong[0]), capture)
     return None
 
 
@@ -131,10 +131,12 @@ def out_of_range(capture: Capture, operator: int, number: int) -> str:
     node = capture.nodes[operator]
     found = INDICES.of(node.op)
     assert found is not None
-    return _told(node, next(found(node, [capture.values[name].shape for name in node.operands])), number, capture)
+    return _wrong_index(
+        node, next(found(node, [capture.values[name].shape for name in node.operands])), number, capture
+    )
 
 
-def _told(node: Node, indices: Indices, number: int, capture: Capture) -> str:
+def _wrong_index(node: Node, indices: Indices, number: int, capture: Capture) -> str:
     whose = named_in_batch(node.operands[indices.index], capture)
     known = f"there are {indices.size} {indices.what}, 0 to {indices.size - 1}"
     return f"{whose} holds {number}, and {known}, at {node.source}"

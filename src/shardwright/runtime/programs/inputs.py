@@ -203,8 +203,8 @@ class SizeExchange:
         self._lockstep, self._pulse = lockstep, own_pulse()
         self._group: tuple[dist.ProcessGroup, bool] | None = None  # and whether it can be waited for in turns
 
-    def told(self, tensors: Sequence[Tensor], height: int, key: str, alike: Sequence[str]) -> list[list[int]]:
-        """Return what each rank tells of its part; all ranks call it together.
+    def of_all_ranks(self, tensors: Sequence[Tensor], height: int, key: str, alike: Sequence[str]) -> list[list[int]]:
+        """Return the sizes that each rank says of its part; all ranks call it together.
 
         Args:
             tensors: what this rank passes, of ``height`` rows.

@@ -47,7 +47,9 @@ def made_steps() -> MadeSteps:
 
 def note_step(optimizer: Optimizer, *, has_closure: bool = False) -> None:
     """Count a step that an optimizer of sharded parameters is about to make; with a closure, gradients come later."""
-    last = _told(type(optimizer).__name__, tuple(_settings(group, has_closure) for group in optimizer.param_groups))
+    last = _described(
+        type(optimizer).__name__, tuple(_settings(group, has_closure) for group in optimizer.param_groups)
+    )
     before = made_steps()
     _made[0] = replace(before, steps=before.steps + 1, settings=before.settings + zlib.crc32(last.encode()), last=last)
 
@@ -73,7 +75,7 @@ def _numbers(value: object) -> tuple[float, ...]:
     return tuple(numbers) if all(isinstance(number, (int, float)) for number in numbers) else ()
 
 
-def _told(kind: str, groups: tuple[_Settings, ...]) -> str:
+def _described(kind: str, groups: tuple[_Settings, ...]) -> str:
     return "; ".join(
         ", ".join([_counted(kind, count, gradients), *(f"{name}={_rounded(numbers)}" for name, numbers in settings)])
         for count, gradients, settings in groups

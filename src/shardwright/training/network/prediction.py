@@ -62,7 +62,7 @@ def flows_between(collectives: Mapping[Collective, int], mesh: Mesh, hosts: Sequ
     return flows
 
 
-def flows_from_rank_zero(told_bytes: int, hosts: Sequence[str]) -> Flows:
+def flows_from_rank_zero(broadcast_bytes: int, hosts: Sequence[str]) -> Flows:
     """Return what ranks on ``hosts`` pass on until all have so many bytes of rank 0.
 
     In each round those who have them pass them on to as many others, as gloo does: each to who is as far behind it as
@@ -74,7 +74,7 @@ def flows_from_rank_zero(told_bytes: int, hosts: Sequence[str]) -> Flows:
     flows: Counter[tuple[str, str]] = Counter()
     for number, host in enumerate(hosts[1:], start=1):
         had_before = 1 << number.bit_length() - 1
-        flows[hosts[number - had_before], host] += told_bytes
+        flows[hosts[number - had_before], host] += broadcast_bytes
     return flows
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from shardwright.compiler.report.text import size_text
 from shardwright.distributed.agreement import from_all_ranks
 from shardwright.distributed.backends.table import Backend, backend_moving
-from shardwright.distributed.ranks import told_bytes
+from shardwright.distributed.ranks import broadcast_bytes
 from shardwright.distributed.world import World
 from shardwright.launch.hosts.network import SYSFS, Device, Moved, NetworkReading, counted_once, moved, read_devices
 from shardwright.runtime.model import ParallelModel
@@ -71,7 +71,7 @@ class TrafficWatch:
         self._before: NetworkReading | None = None
         self._places: list[str] = []
         self._runs_before: list[tuple[Execution, Counter[Pass]]] = []
-        self._told_before = told_bytes()
+        self._broadcast_before = broadcast_bytes()
         if world.size > 1:
             self._places = from_all_ranks(f"{world.host}\n{_network_namespace()}")
             self._before = read_devices(sysfs) if self._places.index(self._places[world.rank]) == world.rank else None
@@ -114,7 +114,7 @@ class TrafficWatch:
             collectives = collectives_of(execution.program, runs)
             for pair, sent in flows_between(collectives, execution.program.mesh, self._names(), backend).items():
                 flows[pair] += sent
-        for pair, sent in flows_from_rank_zero(told_bytes() - self._told_before, self._names()).items():
+        for pair, sent in flows_from_rank_zero(broadcast_bytes() - self._broadcast_before, self._names()).items():
             flows[pair] += sent
         return flows
 

@@ -170,7 +170,7 @@ class _Product(torch.autograd.Function):
             torch.autograd.backward([weights[at] for at in trained], gradients)
 
         if trained:
-            ctx.pipe.put_off(ctx.key, rest)
+            ctx.pipe.defer(ctx.key, rest)
         return None, None, None, None, None, *(next(found) if at in places else None for at in range(len(given)))
 
 
@@ -180,8 +180,8 @@ def _alone(arg: Any) -> Any:
 
 
 def weights(pipe: Pipe, key: Key) -> None:
-    """Add up the gradients of weights that the backward of a microbatch in a stage has put off."""
-    for rest in pipe.taken(key):
+    """Add up the gradients of weights that the backward of a microbatch in a stage has left."""
+    for rest in pipe.deferred(key):
         rest()
 
 
@@ -203,7 +203,7 @@ def hand_out(
         parts: the parameters as this rank stores them.
     """
     pipe.wait_for_all()
-    value = pipe.from_stage(owner, shape, dtype, loss)
+    value = pipe.broadcast(owner, shape, dtype, loss)
     trained = [part for part in parts if part.requires_grad]
     if not (torch.is_grad_enabled() and trained):
         return value

@@ -46,7 +46,7 @@ class Pipe:
         self.comm, self.device = comm, device
         self.stage, self.count = comm.mesh.coordinates(comm.rank)[PIPELINE], comm.mesh.sizes[PIPELINE]
         self._sent: dict[bool, deque[list[Callable[[], None]]]] = {False: deque(), True: deque()}
-        self._put_off: dict[tuple[int, int], list[Callable[[], None]]] = {}
+        self._deferred: dict[tuple[int, int], list[Callable[[], None]]] = {}
         # By the stage that sends, and whether backward: what was asked for, and what is to be.
         self._asked: defaultdict[tuple[int, bool], deque[list[Callable[[], Tensor]]]] = defaultdict(deque)
         self._expected: defaultdict[tuple[int, bool], deque[Message]] = defaultdict(deque)
@@ -91,13 +91,13 @@ class Pipe:
             for finish in sent.popleft():
                 finish()
 
-    def put_off(self, key: tuple[int, int], rest: Callable[[], None]) -> None:
+    def defer(self, key: tuple[int, int], rest: Callable[[], None]) -> None:
         """Leave a part of the backward of a stage and a microbatch for later."""
-        self._put_off.setdefault(key, []).append(rest)
+        self._deferred.setdefault(key, []).append(rest)
 
-    def taken(self, key: tuple[int, int]) -> list[Callable[[], None]]:
-        """Return what was left, in the order in which it was; it is forgotten."""
-        return self._put_off.pop(key, [])
+    def deferred(self, key: tuple[int, int]) -> list[Callable[[], None]]:
+        """Return the parts that were left, in that order, and forget them."""
+        return self._deferred.pop(key, [])
 
     def wait_for_all(self) -> None:
         """Wait until all that was sent has gone."""
@@ -108,7 +108,7 @@ class Pipe:
         """Return a gradient, zeros where there is none."""
         return torch.zeros(shape, dtype=dtype, device=self.device) if gradient is None else gradient
 
-    def from_stage(self, owner: int, shape: Shape, dtype: torch.dtype, tensor: Tensor | None) -> Tensor:
+    def broadcast(self, owner: int, shape: Shape, dtype: torch.dtype, tensor: Tensor | None) -> Tensor:
         """Return on every stage what the stage ``owner`` has; the others give None."""
         given = torch.zeros(shape, dtype=dtype, device=self.device) if tensor is None else tensor.detach()
         return self.comm.all_gather(given.contiguous(), (PIPELINE,))[owner].clone()
@@ -146,7 +146,7 @@ def rows(x: Tensor, dim: int, start: int, stop: int) -> Tensor:
     return x.narrow(dim, start, stop - start)
 
 
-def apart(x: Tensor) -> Tensor:
+def detached(x: Tensor) -> Tensor:
     """Return a tensor whose gradient another microbatch gives."""
     return x.detach()
 
@@ -161,9 +161,9 @@ def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
     return torch.cat(tuple(parts), dim)
 
 
-def told(pipe: Pipe, owner: int, shape: Shape, dtype: torch.dtype, x: Tensor | None) -> Tensor:
+def broadcast(pipe: Pipe, owner: int, shape: Shape, dtype: torch.dtype, x: Tensor | None) -> Tensor:
     """Return on every stage what ``owner`` has made, without a gradient."""
-    return pipe.from_stage(owner, shape, dtype, x)
+    return pipe.broadcast(owner, shape, dtype, x)
 
 
 # Parameters: held by the one stage that computes with them, or sharded over all and brought to those that do.
@@ -430,7 +430,7 @@ class _Finish(torch.autograd.Function):
     ) -> Tensor:
         ctx.has, ctx.count, ctx.pipe = loss is not None, len(ends), pipe
         pipe.wait_for_all()
-        return pipe.from_stage(owner, shape, dtype, loss)
+        return pipe.broadcast(owner, shape, dtype, loss)
 
     @staticmethod
     @once_differentiable

@@ -15,7 +15,7 @@ from shardwright.compiler.lower.call import Call, Name
 from shardwright.compiler.lower.pipeline.microbatches import ONCE, Placed
 from shardwright.compiler.lower.pipeline.programs import PIPE, OfStage, reading
 from shardwright.compiler.lower.program import Instruction, variables
-from shardwright.compiler.plan.pipeline.weights_apart import weights_apart
+from shardwright.compiler.plan.pipeline.split_backward import with_split_backward
 from shardwright.compiler.plan.pricing.schedule import schedule
 
 _FIRST, _FORWARD, _LAST = range(3)
@@ -155,17 +155,17 @@ class InTurns(OfStage):
             self.add(tuple(names[name] for name in came), ("pipe",), call, unpacks=True)
         for placed in self._mine():
             if self.when(placed) == when and self._stage_of(placed) == stage:
-                made = self._weights_apart(placed, stage)
+                made = self._with_split_backward(placed, stage)
                 self.instructions.append(reading(made, {**self._leaves, **names}))
         if sent := self.crossing.get((stage, when)):
             local = [names.get(name, name) for name in sent]
             call = Call("scheduled.send", (PIPE, self.stages.group(stage + 1), *variables(local)))
             self.add((), ("pipe", *local), call)
 
-    def _weights_apart(self, placed: Placed, stage: int) -> Instruction:
+    def _with_split_backward(self, placed: Placed, stage: int) -> Instruction:
         """Return an instruction such that the schedule's actions for weights do the gradients of these."""
         instruction, call = placed.instruction, placed.instruction.call
-        if instruction.node is None or instruction.node.name not in self._apart or not self.made.first.loss:
+        if instruction.node is None or instruction.node.name not in self._split or not self.made.first.loss:
             return instruction
         weights = {name for name in instruction.reads if self._is_weight(name, placed.number)}
         places = tuple(at for at, arg in enumerate(call.args) if isinstance(arg, Name) and arg.text in weights)
@@ -180,12 +180,12 @@ class InTurns(OfStage):
         return known.value.needs_gradient and not known.staged
 
     @cached_property
-    def _apart(self) -> frozenset[str]:
+    def _split(self) -> frozenset[str]:
         """Return the operators whose gradients of weights have actions of their own.
 
         Cached: the plan stays.
         """
-        return weights_apart(self.plan)
+        return with_split_backward(self.plan)
 
     def _facts_of(self, name: str, when: tuple[int, int]) -> tuple[object, ...]:
         shape, dtype, trained = self.facts(name)

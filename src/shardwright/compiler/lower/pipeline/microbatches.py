@@ -279,7 +279,7 @@ class Unrolled:
         if number > 0 and (whole := self._given_whole_gradients(found)):
             whole = {self.name_of(name, number) for name in whole}
             call = call.mapped(
-                lambda arg: Call("stages.apart", (arg,)) if isinstance(arg, Name) and arg.text in whole else arg
+                lambda arg: Call("stages.detached", (arg,)) if isinstance(arg, Name) and arg.text in whole else arg
             )
         if MICROBATCHES in self.plan.mesh.sizes:
             axes = tuple(self.plan.mesh.sizes.items())

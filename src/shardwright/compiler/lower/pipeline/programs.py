@@ -188,16 +188,16 @@ class OfStage:
                 self.add((found,), tuple(names), call)
         if owner is None or not known.staged:
             return found
-        told = made.fresh(f"{found}_told")
+        everywhere = made.fresh(f"{found}_of_all")
         layout, inside = self.plan.on_devices(known.layout), _inside(self.plan)
         shape = layout.local_shape(known.value.shape, inside, inside.rank_at(self._place(inside)))
         facts = self.stages.group(min(owner.stages)), shape, known.value.dtype
         self.add(
-            (told,),
+            (everywhere,),
             ("pipe", *([found] if here else [])),
-            Call("stages.told", (PIPE, *facts, Name(found) if here else None)),
+            Call("stages.broadcast", (PIPE, *facts, Name(found) if here else None)),
         )
-        return told
+        return everywhere
 
     def _place(self, mesh: Mesh) -> dict[str, int]:
         at = self.plan.devices.coordinates(self.rank)

@@ -12,7 +12,7 @@ from shardwright.compiler.mesh.mesh import MICROBATCHES, PIPELINE, Axis, Mesh
 from shardwright.compiler.mesh.redistribute import Collective, Step
 from shardwright.compiler.plan.decisions import Transfer
 from shardwright.compiler.plan.device_memory import DeviceMemory, MemoryModel, crossing_bytes
-from shardwright.compiler.plan.pipeline.weights_apart import SHARE, weights_apart
+from shardwright.compiler.plan.pipeline.split_backward import SHARE, with_split_backward
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.hardware import Hardware
 from shardwright.compiler.plan.pricing.memory import local_bytes
@@ -128,7 +128,7 @@ class StagedCosts:
         nodes = [node for node in self.plan.capture.nodes if self.cut.of.get(node.name) == stage]
         names = {node.name for node in nodes}
         took = [self._of_microbatch.operator_s(node) for node in nodes]
-        weights_s = sum(SHARE * self._costs.backward_s(node) for node in nodes if node.name in self._apart)
+        weights_s = sum(SHARE * self._costs.backward_s(node) for node in nodes if node.name in self._split)
         read = (transfer for transfer in self.plan.transfers if transfer.consumers[0][0] in names)
         took += map(self._of_microbatch.transfer_s, read)
         forward_s, backward_s = (sum(seconds) for seconds in zip(*took, strict=True)) if took else (0.0, 0.0)
@@ -138,8 +138,8 @@ class StagedCosts:
         return StageCost(modules, len(nodes), forward_s, backward_s, message_s, held, weights_s)
 
     @cached_property
-    def _apart(self) -> frozenset[str]:
-        return weights_apart(self.plan)
+    def _split(self) -> frozenset[str]:
+        return with_split_backward(self.plan)
 
     def _seconds(self, collective: Collective, mesh: Mesh | None = None) -> float:
         return self._costs.objective.collective(collective, mesh or self.plan.mesh)

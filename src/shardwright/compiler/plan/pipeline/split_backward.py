@@ -1,4 +1,4 @@
-"""Which operators have the gradients of their weights apart from those that the stage before waits for."""
+"""The operators whose backward is two actions: gradients that the stage before waits for, and those of weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SHARE = 0.5
 """Of the backward of a product, what the gradient of its weight takes: it is one of two products."""
 
 
-def weights_apart(plan: Decisions) -> frozenset[str]:
+def with_split_backward(plan: Decisions) -> frozenset[str]:
     """Return the operators of which a schedule does the gradients of weights in actions of their own.
 
     They are products of torch's, of one result, with what depends on parameters alone, but for those of layers that
