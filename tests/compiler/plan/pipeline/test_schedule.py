@@ -3,8 +3,17 @@
 import itertools
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from shardwright.compiler.plan.pricing.schedule import Action, StageSeconds, read_schedule, schedule, simulate
+from shardwright.compiler.plan.pricing.schedule import (
+    Action,
+    StageSeconds,
+    least_seconds,
+    read_schedule,
+    schedule,
+    simulate,
+)
 from shardwright.errors import UsageError
 
 GROUPS, MICROBATCHES = range(1, 9), range(1, 17)
@@ -95,3 +104,15 @@ def test_other_schedules_are_refused(given):
 def test_interleaved_stages_need_microbatches_that_the_groups_divide():
     with pytest.raises(UsageError, match=r"that 4 groups of ranks divide, and there are 6; type microbatches=4"):
         schedule("interleaved", 4, 6, 8)
+
+
+@given(st.data(), st.integers(1, 5), st.integers(1, 4), st.booleans())
+def test_no_schedule_ends_before_the_least_seconds(data, groups, rounds, on_demand):
+    for name, each in (("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), *[("interleaved", 2)] * (groups > 1)):
+        times = st.floats(0, 3, width=16)
+        drawn = data.draw(
+            st.lists(st.tuples(times, times, times, times), min_size=groups * each, max_size=groups * each)
+        )
+        stages = [StageSeconds(f, b, m, w * (name == "zb-h1"), on_demand) for f, b, m, w in drawn]
+        run = simulate(schedule(name, groups, groups * rounds, groups * each), stages)
+        assert least_seconds(stages, groups * rounds, groups) <= run.seconds * (1 + 1e-9)

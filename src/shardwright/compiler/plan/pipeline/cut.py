@@ -79,21 +79,25 @@ def cut(
 
 
 def improved(
-    starts: Sequence[int], end: int, seconds: Callable[[Sequence[int]], float], limits: Sequence[Sequence[Limit]] = ()
+    starts: Sequence[int],
+    end: int,
+    seconds: Callable[[Sequence[int], float], float],
+    limits: Sequence[Sequence[Limit]] = (),
 ) -> list[int]:
     """Return stages that begin elsewhere if all together end earlier so: no border moved by 1, 2, 4, ... is better.
 
     A cut whose slowest stage takes the least is the best of all where there are many microbatches. With few, or where
     messages are waited for, another one can be.
 
-    >>> improved([0, 1], 4, lambda starts: abs(starts[1] - 3))
+    >>> improved([0, 1], 4, lambda starts, most: abs(starts[1] - 3))
     [0, 3]
 
     Args:
         end: the number of operators.
-        seconds: until all is done, for stages that begin at given operators.
+        seconds: until all is done, for stages that begin at given operators; any number from ``most`` on where it is
+            as large.
     """
-    best, least_s = list(starts), seconds(starts)
+    best, least_s = list(starts), seconds(starts, math.inf)
     steps = [sign * 2**power for power in range(end.bit_length()) for sign in (-1, 1)]
     moves = [(border, step) for border in range(1, len(starts)) for step in steps]
     while True:
@@ -103,7 +107,8 @@ def improved(
             in_order = tried[border - 1] < tried[border] < [*tried, end][border + 1]
             if not in_order or not _keeps(tried, end, limits):
                 continue
-            if (took_s := seconds(tried)) < least_s * _EARLIER:
+            most_s = least_s * _EARLIER
+            if (took_s := seconds(tried, most_s)) < most_s:
                 best, least_s = tried, took_s
         if least_s == before_s:
             return best

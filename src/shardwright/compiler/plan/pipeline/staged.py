@@ -8,6 +8,7 @@ is refused.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from functools import cached_property, partial
 from itertools import zip_longest
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardwright.compiler.capture.ir import Capture, Node
 from shardwright.compiler.mesh.layout import Layout, Split
@@ -30,7 +32,14 @@ from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.cost import Seconds
 from shardwright.compiler.plan.pricing.graph import RuledGraph
 from shardwright.compiler.plan.pricing.memory import local_bytes
-from shardwright.compiler.plan.pricing.schedule import StageSeconds, read_schedule, schedule, schedule_problem, simulate
+from shardwright.compiler.plan.pricing.schedule import (
+    StageSeconds,
+    least_seconds,
+    read_schedule,
+    schedule,
+    schedule_problem,
+    simulate,
+)
 from shardwright.compiler.plan.request import PlanRequest
 from shardwright.compiler.plan.search.choices import OverBudget, data_parallel
 from shardwright.compiler.plan.spaces import fixed_leaves, output_layouts
@@ -340,16 +349,23 @@ class _Flow:
             of[node.name] = stage
         return of
 
-    def _line_s(self, stages: Stages, starts: Sequence[int]) -> float:
-        """Return the seconds in which the microbatches go through stages that begin there."""
+    def _line_s(self, stages: Stages, starts: Sequence[int], most: float = math.inf) -> float:
+        """Return the seconds in which the microbatches go through stages that begin there; ``most`` if that is less."""
         assert self.plan.hardware is not None
         crossing, on_demand = [*self._crossing, (0.0, 0.0)], not self.plan.hardware.receives_early
         of_stages = []
         for start, end in zip(starts, [*starts[1:], len(self.staged)], strict=True):
-            forward_s, backward_s = (sum(seconds) for seconds in zip(*self._seconds[start:end], strict=True))
+            forward_s, backward_s = (float(seconds) for seconds in self._until[end] - self._until[start])
             of_stages.append(StageSeconds(forward_s, backward_s, crossing[end][0], on_demand=on_demand))
+        if least_seconds(of_stages, stages.microbatches, stages.count) >= most:
+            return most
         table = schedule(stages.schedule, stages.count, stages.microbatches, stages.total)
         return simulate(table, of_stages).seconds
+
+    @cached_property
+    def _until(self) -> NDArray[np.float64]:
+        """The seconds of the first operators, of none at first, forward and backward. Cached as all of this class."""
+        return np.concatenate([np.zeros((1, 2)), np.cumsum(self._seconds, axis=0)])
 
     @cached_property
     def _seconds(self) -> list[tuple[float, float]]:

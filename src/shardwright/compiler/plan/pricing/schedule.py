@@ -238,6 +238,31 @@ def simulate(table: Table, stages: Sequence[StageSeconds]) -> Run:
     return Run(ends, tuple(most_held(row).total() for row in table), busy)
 
 
+def least_seconds(stages: Sequence[StageSeconds], microbatches: int, groups: int) -> float:
+    """Return seconds before which no schedule of these stages on so many groups has ended.
+
+    A group begins when the first microbatch has come to it, and after its last backward that one goes on to the first
+    stage. Messages on demand are among what takes its time.
+
+    >>> least_seconds([StageSeconds(1.0, 2.0)] * 4, microbatches=8, groups=4)
+    33.0
+    """
+    ahead = back = least = 0.0
+    for group in range(groups):
+        both = weights = 0.0
+        for stage in range(group, len(stages), groups):
+            waits = [
+                stages[at].message for at in (stage - 1, stage) if stages[at].on_demand and 0 <= at < len(stages) - 1
+            ]
+            both += stages[stage].forward + stages[stage].backward + sum(waits)
+            weights += stages[stage].weights
+        came = stages[group - 1].message if group and stages[group - 1].on_demand else 0.0  # which its waits count
+        least = max(least, ahead - came + microbatches * both + max(back, microbatches * weights))
+        ahead += stages[group].forward + stages[group].message
+        back += stages[group].backward + stages[group].message
+    return least
+
+
 def _reads_message(action: Action, count: int) -> bool:
     """Return whether an action reads what another group sends."""
     kind, stage, _ = action
