@@ -32,9 +32,13 @@ def literals(source: str) -> list[str]:
 
 
 def is_there(pieces: list[str], sources: list[str]) -> bool:
-    """Whether one string has all of these; looked for where all of their words are, since parsing takes long."""
+    """Whether one string has all of these; looked for where all of their words are, since parsing takes long.
+
+    First where most of the pieces stand as they are, on one line.
+    """
     words = {word for piece in pieces for word in re.findall(r"\w+", piece)}
     likely = [source for source in sources if all(word in source for word in words)]
+    likely.sort(key=lambda source: sum(piece not in source for piece in pieces))
     return any(all(piece in text for piece in pieces) for source in likely for text in literals(source))
 
 
