@@ -38,6 +38,7 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.distributed import distributed_c10d
 from torch.export import ExportedProgram
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
+from torch.fx.graph import _PyTreeCodeGen
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 from torch.utils import _pytree  # torch has no public pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -98,6 +99,10 @@ PATCHES: Mapping[str, Patch] = {
     "stack traces": Patch(
         "torch.fx.config", ("do_not_emit_stack_traces",), "a step is exported",
         "the Python stack of every operator takes a good part of an export, and nobody reads it",
+    ),
+    "generated code": Patch(
+        "torch.fx:GraphModule", ("recompile",), "a step is exported",
+        "Python code is written of a graph tens of times, a quarter of an export, and hardly any of it runs",
     ),
     "exporting": Patch(
         "torch.compiler", ("_is_exporting_flag",), "operators are traced by make_fx",
@@ -452,6 +457,34 @@ def run_decompositions(program: ExportedProgram, preserved: Iterable[Any]) -> Ex
     with patch, traceable_recurrent_layers():
         decomposed: ExportedProgram = program.run_decompositions({})
     return decomposed
+
+
+@dataclass(frozen=True)
+class _Unwritten:
+    """The method of a graph whose code is written by ``write`` when somebody asks for it."""
+
+    write: Callable[[Any], Any]
+
+    def __get__(self, module: Any, owner: type) -> Any:
+        self.write(module)  # puts the method in the place of this
+        return module.forward
+
+
+@contextmanager
+def code_when_asked() -> Iterator[None]:
+    """Within, Python code of a graph is written when somebody asks for it, and not after each change of the graph.
+
+    Torch has modules of graphs that do so, which the exporter does not use.
+    """
+
+    def mark(module: Any) -> None:
+        codegen = module.graph._codegen
+        if isinstance(codegen, _PyTreeCodeGen):
+            module._in_spec, module._out_spec = codegen.pytree_info.in_spec, codegen.pytree_info.out_spec
+        type(module).forward = _Unwritten(before["recompile"])  # each graph has a class of its own
+
+    with patched("generated code", recompile=mark) as before:
+        yield
 
 
 @contextmanager

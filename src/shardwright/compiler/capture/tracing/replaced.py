@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils import checkpoint as checkpointing
 
-from shardwright.common.torch_private import TorchDispatchMode, apply_function, patched
+from shardwright.common.torch_private import TorchDispatchMode, apply_function, code_when_asked, patched
 
 # Loggers that tell of errors which are raised anyway.
 _TELLING = (
@@ -153,13 +153,17 @@ def sizes_written_as_numbers(is_users: Callable[[str], bool]) -> Iterator[None]:
 
 @contextmanager
 def quiet_exporter() -> Iterator[None]:
-    """Let the exporter tell nothing of errors that are raised anyway, nor note the Python stack of every operator."""
+    """Let the exporter tell nothing of errors that are raised anyway, nor write what nobody reads."""
     loggers = [logging.getLogger(f"torch.{name}") for name in _TELLING]
     disabled = [logger.disabled for logger in loggers]
     for logger in loggers:
         logger.disabled = True
     try:
-        with patched("exporter", print=lambda *_, **__: None), patched("stack traces", do_not_emit_stack_traces=True):
+        with (
+            patched("exporter", print=lambda *_, **__: None),
+            patched("stack traces", do_not_emit_stack_traces=True),
+            code_when_asked(),
+        ):
             yield
     finally:
         for logger, before in zip(loggers, disabled, strict=True):
