@@ -141,11 +141,14 @@ def captured(case: Case) -> Any:
         batch = published.batch(case.batch)
         batch = {key: tensor.to(dtype) if tensor.is_floating_point() else tensor for key, tensor in batch.items()}
         model = cls(config).to(dtype).train()
-        return captured_step(model, _loss, batch, {}, filled=published.filled)
+    return captured_step(model, _loss, batch, {}, filled=published.filled)
 
 
 def planned(case: Case) -> dict[str, Any]:
     """Return the figures of one case, in this process."""
+    import transformers  # noqa: F401  # whose import is no part of a capture
+
+    from shardwright.compiler.capture import step  # noqa: F401
     from shardwright.compiler.mesh.mesh import Mesh
     from shardwright.compiler.plan.make import make_plan
     from shardwright.compiler.plan.pricing.hardware import read_hardware
