@@ -178,7 +178,7 @@ class HidingMeshes(Meshes):
         """Search a mesh for what costs less at these weights than the plans that are known there."""
         known = (one.at(weights, self._hides) for one in self._known_on(on_mesh.mesh))
         below = min([*known, self._least_s() + self._more_s])
-        on_mesh.price = self._prices.get(weights, 0.0)
+        on_mesh.price = self._price_at(weights, on_mesh.mesh)
         on_mesh.promise = self._least_on_coarser(on_mesh.mesh, weights) * (1 - PROMISE)
         on_mesh.asks_others = on_mesh.mesh not in self._on  # at other weights most of them find the same
         with stage(search=f"hiding {weights.forward:.3g}, {weights.backward:.3g}"):
@@ -186,12 +186,22 @@ class HidingMeshes(Meshes):
             if looked.choice is not None:
                 self._take(looked.choice, on_mesh.plan(looked.choice))
             on_mesh.forget()
-        self._prices.setdefault(weights, looked.price)
+        if looked.price:
+            self._prices.setdefault(weights, looked.price)
         of = self._on.setdefault(on_mesh.mesh, _OnMesh(on_mesh.mesh))
         of.heights[weights] = below if looked.bound is None else looked.bound
         of.is_bounded &= looked.bound is not None
         of.is_passed_over = looked.is_passed_over
         self._bounds = [max(0.0, of.height - self._more_s) if of.is_bounded else None for of in self._on.values()]
+
+    def _price_at(self, weights: PerDirection, mesh: Mesh) -> float:
+        """Return the price of a byte at which a plan was found at weights, or on finer meshes at those nearest to them.
+
+        A price hardly depends on the weights, a bound is one at any price, and on finer meshes each takes long.
+        """
+        if weights not in self._prices and any(of != mesh and _refines(mesh, of) for of in self._on):
+            weights = min(self._prices, key=lambda of: _distance(of, weights), default=weights)
+        return self._prices.get(weights, 0.0)
 
     def _least_s(self) -> float:
         return math.inf if self._best is None else self._best.cost or 0.0
@@ -221,7 +231,11 @@ def _refines(finer: Mesh, coarser: Mesh) -> bool:
 
 
 def _are_close(weights: PerDirection, others: PerDirection) -> bool:
-    return max(abs(one - other) for one, other in zip(weights, others, strict=True)) < CLOSE_WEIGHTS
+    return _distance(weights, others) < CLOSE_WEIGHTS
+
+
+def _distance(weights: PerDirection, others: PerDirection) -> float:
+    return max(abs(one - other) for one, other in zip(weights, others, strict=True))
 
 
 def highest(planes: Sequence[tuple[float, float, float]]) -> tuple[float, PerDirection]:

@@ -34,6 +34,7 @@ from shardwright.compiler.plan.timing.prices import gathered_again, repeated_cos
 from shardwright.errors import PlanError
 
 LAST = 8  # plans whose decisions may be asked about again
+SOON = 4  # times that a number of blocks is looked for where the sizes of these say that it is
 
 
 class MeshSearch:
@@ -214,21 +215,21 @@ class MeshSearch:
 def _first_within(limit: int, held: Callable[[int], int], sizes: Sequence[int]) -> int:
     """Return the least number of recomputed blocks with which no more than the limit is held.
 
-    Each of them saves nearly its size: so it is looked for near where these say that it is, then ever farther.
+    Each of them saves nearly its size: it is looked for where these say that it is, by what was held the last time; if
+    that is not soon enough, in the middle.
     """
-    low, high, step = 0, len(sizes), 1
-    spare, at = limit - held(high), high
-    while at and sizes[at - 1] <= spare:
-        at -= 1
-        spare -= sizes[at]
+    low, high, looked = 0, len(sizes), 0
+    at, over = high, held(high) - limit
     while low < high:
-        if not low <= at < high:
-            at = (low + high) // 2
-        if held(at) <= limit:
-            high, at = at, at - step
-        else:
-            low, at = at + 1, at + step
-        step *= 2
+        while over > 0 and at < high:
+            over -= sizes[at]
+            at += 1
+        while at > low and over + sizes[at - 1] <= 0:
+            at -= 1
+            over += sizes[at]
+        at = min(at, high - 1) if looked < SOON else (low + high) // 2
+        over, looked = held(at) - limit, looked + 1
+        low, high = (low, at) if over <= 0 else (at + 1, high)
     return high
 
 
@@ -264,9 +265,9 @@ def _part_too_large(held: DeviceMemory, limit: int) -> str:
 # A gap of such a share is none. On more than few axes propagation, which takes as long as the search, is not asked:
 # what it may choose is searched by itself there, and for seconds.
 EQUAL, NEARLY_EQUAL = 1e-9, 1e-3
-# A gap of another way to plan that is worth no further price of a byte, nor, where something is hidden, another search;
-# and how far prices are apart where that minimises something else.
-FAR, APART = 1e-2, 5e-2
+# A gap of another way to plan that is worth no further price of a byte; how far prices are apart where that minimises
+# something else; and a gap that is worth no other search where something is hidden.
+FAR, APART, FAR_HIDING = 1e-2, 5e-2, 2e-2
 
 
 def search_mesh(on_mesh: MeshSearch, row: Search, below: float) -> Choice:
@@ -322,7 +323,7 @@ def best_baseline(on_mesh: MeshSearch, row: Search, over: OverBudget) -> Choice:
 def or_alternative(choice: Choice, row: Search, on_mesh: MeshSearch) -> Choice:
     """The choice, or the best of the others that may be taken, where a gap is left and one of them costs less."""
     # Where something is hidden, what is minimised is no more than near to what a step takes.
-    gap, worth = (NEARLY_EQUAL, FAR) if on_mesh.request.hardware.hides_gradients else (EQUAL, EQUAL)
+    gap, worth = (NEARLY_EQUAL, FAR_HIDING) if on_mesh.request.hardware.hides_gradients else (EQUAL, EQUAL)
     if choice.cost is None or choice.bound is None or choice.bound >= choice.cost * (1 - gap):
         return choice
     best, space, request = choice, on_mesh.space, on_mesh.request

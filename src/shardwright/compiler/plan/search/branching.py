@@ -28,6 +28,7 @@ from shardwright.errors import PlanError
 ENOUGH = 0.01
 """A gap, as a share of the cost, that is worth no further division."""
 MOST_SEARCHES, OF_A_PART = 48, 4
+FEWEST_SEARCHES = 4  # that are worth a beginning: of the whole, of both its halves, and of one of these again
 NEAR = 0.02  # prices that differ by a smaller share tell a part nothing new
 WORK = 30_000
 """As many tables are searched again at most: where there are many, few things are so large that a gap is left."""
@@ -92,7 +93,7 @@ class BranchAndBound:
     def divided(self, whole: Branch) -> Choice:
         """The cheapest choice that was found, with the bound of all parts."""
         price = whole.price
-        if self._is_near(whole):
+        if self._is_near(whole) or self._left < FEWEST_SEARCHES:
             return self.best
         whole.price = self._next_price(whole, last=False)
         open_parts = [whole] if self._is_open(whole) else []

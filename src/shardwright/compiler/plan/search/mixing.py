@@ -22,6 +22,7 @@ from shardwright.errors import PlanError
 
 MOST_TRIED = 10  # plans between two others
 WORTH = 1e-3  # what a step may take less, as a share, that is worth these
+FAR = 5e-2  # how much longer, as a share, one takes at first from which these hardly come to less
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def cheapest_between(
         return at_s[chosen]
 
     way = min((partial(way, count) for way in (_first, _last, _spread)), key=lambda way: tried(way(at)))
-    by = max(1, count // 8)
+    by = max(1, count // 8) if tried(way(at)) < below_s * (1 + FAR) else 0
     while by and len(at_s) < MOST_TRIED:
         best = min([of for of in (at, at - by, at + by) if 0 < of < count], key=lambda of: tried(way(of)))
         at, by = best, by if best != at else by // 2
