@@ -349,28 +349,11 @@ class WatchedCommunicator:
         return self._inside(b"all_to_all", exchange, rows, axes)
 
     def send(self, tensor: Tensor, axis: str, to: int, backward: bool = False) -> Callable[[], None]:
-        wait = self._communicator.send(tensor, axis, to, backward)
-
-        def finish() -> None:
-            self._note(b"send")
-            try:
-                wait()
-            finally:
-                self._note(b"")
-
-        return finish
+        return self._waiting(b"send", self._communicator.send(tensor, axis, to, backward))
 
     def start_receive(self, tensor: Tensor, axis: str, source: int, backward: bool = False) -> Callable[[], Tensor]:
         wait = self._communicator.start_receive(tensor, axis, source, backward)
-
-        def finish() -> Tensor:
-            self._note(b"receive", begins=True)
-            try:
-                return wait()
-            finally:
-                self._note(b"")
-
-        return finish
+        return self._waiting(b"receive", wait, begins=True)
 
     def start_shift(self, tensor: Tensor, axes: Axes) -> Callable[[], Tensor]:
         return self._begun(b"shift", self._communicator.start_shift, tensor, axes)
@@ -383,10 +366,13 @@ class WatchedCommunicator:
             self._note(b"")
 
     def _begun(self, name: bytes, start: Callable[[G, Axes], Callable[[], T]], given: G, axes: Axes) -> Callable[[], T]:
-        wait = self._inside(name, start, given, axes)
+        return self._waiting(name, self._inside(name, start, given, axes))
+
+    def _waiting(self, name: bytes, wait: Callable[[], T], begins: bool = False) -> Callable[[], T]:
+        """Return what waits, and says meanwhile for which collective; ``begins`` where nothing said so before."""
 
         def finish() -> T:
-            self._note(name)
+            self._note(name, begins=begins)
             try:
                 return wait()
             finally:
