@@ -101,7 +101,13 @@ class Ways:
     def look_up(
         self, shape: tuple[int, ...], layouts: Sequence[Layout], targets: Sequence[Target]
     ) -> tuple[Numbers, Numbers]:
-        """The number of each way, and the axes of the dims that stay as they are."""
+        """Return the number of each way, and the axes of the dims that stay as they are; what others share."""
+        return _looked_up(self, shape, tuple(layouts), tuple(targets))
+
+    def numbered(
+        self, shape: tuple[int, ...], layouts: Sequence[Layout], targets: Sequence[Target]
+    ) -> tuple[Numbers, Numbers]:
+        """Work out what `look_up` returns."""
         bits = 2 * self.count
         source, even_source = self._encoded(shape, layouts)
         to, even_to = self._encoded(shape, [target.layout for target in targets])
@@ -335,6 +341,20 @@ def _different(numbers: Numbers) -> tuple[Numbers, Numbers]:
     ordered = np.sort(numbers, axis=None)
     found = ordered[np.concatenate([[True], ordered[1:] != ordered[:-1]])[: len(ordered)]]
     return found, np.searchsorted(found, numbers)
+
+
+@lru_cache(maxsize=128)  # tables of costs, of bytes and of buffers ask for the same ways, one after the other
+def _looked_up(
+    ways: Ways, shape: tuple[int, ...], layouts: tuple[Layout, ...], targets: tuple[Target, ...]
+) -> tuple[Numbers, Numbers]:
+    """Look ways up once.
+
+    Cached by frozen values and the ways themselves, whose numbers stay when others get some; nobody writes to it.
+    """
+    found = ways.numbered(shape, layouts, targets)
+    for numbers in found:
+        numbers.setflags(write=False)
+    return found
 
 
 @lru_cache(maxsize=16)

@@ -66,6 +66,13 @@ def cost_at(tables: Iterable[Table], picked: Sequence[int]) -> float:
     return sum(table.at(picked) for table in tables)
 
 
+def that_cost(tables: Iterable[Table]) -> list[Table]:
+    """Return the tables with costs other than 0; what is one array is looked at once."""
+    every = [*tables]
+    nonzero = {key: bool(costs.any()) for key, costs in {id(table.costs): table.costs for table in every}.items()}
+    return [table for table in every if nonzero[id(table.costs)]]
+
+
 def without_singles(tables: Sequence[Table], domains: Sequence[int]) -> list[Table]:
     """Return the costs over the variables that have a choice; what is one array stays one array."""
     reshaped: dict[tuple[int, tuple[int, ...]], Costs] = {}

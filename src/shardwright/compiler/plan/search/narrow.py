@@ -18,7 +18,7 @@ tables become smaller as the bounds come nearer. What is found at last comes wit
 as good as each other for any e, what ties most together is settled at what looks best, for a first assignment.
 
 What elimination takes is known before it begins (`exact.work`), equal layers counted once. Little is done at once, and
-so is what a round has not made much less.
+so is what a round has not made much less. Where something is to be beaten, one round often tells that nothing does.
 
 Messages are rounded to a grid, which makes them no less true: along equal layers they are soon the very same, and what
 follows from them is worked out once; equal layers keep the same values for that (`Bounds`). For other costs they are no
@@ -44,7 +44,8 @@ EARLY = 16  # before bounds are asked variables are eliminated by tables so many
 ROUNDS = 10
 MOST_WORK = 1e10
 """So many entries are added up at most, which takes some twenty seconds."""
-LITTLE_WORK = 5e9  # what takes less time than to look for what can be left out
+LITTLE_WORK = 5e9  # what takes less time than further rounds
+QUICK_WORK = 5e8  # what takes less time than the first, which may tell that nothing is below what is to be beaten
 FEWER = 0.5  # where a round leaves more than this share of the work, the rest is done
 FIRST_ROUNDS = 3  # which may leave the gap as it is, where it is to be the smallest
 WIDER = 16  # where single values are tried tables may be so many times larger
@@ -132,15 +133,20 @@ def _least(
     enough: float,
     learned: WarmStart,
 ) -> Minimum:
-    most = work if math.isinf(below) else min(work, LITTLE_WORK)
+    most = work if math.isinf(below) else min(work, QUICK_WORK)
     if work_of(domains, tables, [id(table.costs) for table in tables], most) <= most:
-        cost, picked = minimise(domains, tables, math.inf)
+        cost, picked = minimise(domains, tables, most)
         return Minimum(cost, cost, picked)
     return _narrowed(Bounds(domains, tables, learned), limit, work, below, enough)
 
 
 def _narrowed(bounds: Bounds, limit: int, work: float, below: float, enough: float) -> Minimum:
-    best = _nearer(bounds, limit, work, below, enough)
+    try:
+        best = _nearer(bounds, limit, work, below, enough)
+    except PlanError:
+        if math.isinf(below):
+            raise
+        raise NothingBelow(max(bounds.bound, below)) from None
     bounds.leave_messages()
     if best.picked:
         return best

@@ -346,18 +346,22 @@ def side_operators(space: Space) -> frozenset[str]:
     Of those that are connected either all are side operators or none: none where they read an input that is split
     and make nothing that many read.
     """
-    capture = space.graph.capture
+    return frozenset().union(*(names for names in space.graph.once(_without_gradient) if _is_side_group(names, space)))
+
+
+def _without_gradient(graph: RuledGraph) -> list[set[str]]:
+    """Return the operators that compute so, those that are connected together."""
+    capture = graph.capture
     group: dict[str, set[str]] = {}  # value -> the operators that it is connected with
     for node in capture.nodes:
         made = [group.get(name) for name in node.operands]
         leaves = [capture.values[name] for name, of in zip(node.operands, made, strict=True) if of is None]
-        fits = not space.graph.needs_gradient(node) and node.pin is None
+        fits = not graph.needs_gradient(node) and node.pin is None
         if fits and all(leaf.kind in ("input", "buffer", "constant") for leaf in leaves):
             joined = {node.name}.union(*(of for of in made if of is not None))
             names = [name for name, of in group.items() if of & joined]
             group.update(dict.fromkeys([*names, *node.results], joined))
-    groups = {id(joined): joined for joined in group.values()}.values()
-    return frozenset().union(*(joined for joined in groups if _is_side_group(joined, space)))
+    return [*{id(joined): joined for joined in group.values()}.values()]
 
 
 def _is_side_group(group: set[str], space: Space) -> bool:
