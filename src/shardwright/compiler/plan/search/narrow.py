@@ -18,7 +18,7 @@ tables become smaller as the bounds come nearer. What is found at last comes wit
 as good as each other for any e, what ties most together is settled at what looks best, for a first assignment.
 
 What elimination takes is known before it begins (`exact.work`), equal layers counted once. Little is done at once, and
-so is what a round has not made much less. Where something is to be beaten, one round often tells that nothing does.
+so is what a round has not made much less. Where most likely nothing is below what is to be beaten, one round says so.
 
 Messages are rounded to a grid, which makes them no less true: along equal layers they are soon the very same, and what
 follows from them is worked out once; equal layers keep the same values for that (`Bounds`). For other costs they are no
@@ -45,7 +45,7 @@ ROUNDS = 10
 MOST_WORK = 1e10
 """So many entries are added up at most, which takes some twenty seconds."""
 LITTLE_WORK = 5e9  # what takes less time than further rounds
-QUICK_WORK = 5e8  # what takes less time than the first, which may tell that nothing is below what is to be beaten
+QUICK_WORK = 5e8  # what takes less time than the first of these
 FEWER = 0.5  # where a round leaves more than this share of the work, the rest is done
 FIRST_ROUNDS = 3  # which may leave the gap as it is, where it is to be the smallest
 WIDER = 16  # where single values are tried tables may be so many times larger
@@ -82,6 +82,7 @@ def least(
     below: float = math.inf,
     enough: float = ENOUGH,
     learned: WarmStart | None = None,
+    messages_first: bool = False,
 ) -> Minimum:
     """The minimum; or, where elimination is too wide and what can be left out is too little, a choice near it.
 
@@ -94,6 +95,7 @@ def least(
         enough: a gap, as a share of the cost, that is worth no further round; a larger one than usual says, too, that
             wider tables are not worth their time where bounds rise slowly.
         learned: what earlier searches have left, to which this one adds.
+        messages_first: whether messages are sent before elimination, as most likely nothing is ``below``.
 
     Raises:
         NothingBelow: where none is below that, if elimination alone does not tell what the least is.
@@ -103,7 +105,8 @@ def least(
     rest = without_narrow(domains, tables, limit // EARLY)
     try:
         with (learned or WarmStart.nothing(domains)).without(step.variable for step in rest.steps) as of_rest:
-            found = _among_left([*rest.tables, Table((), np.array(rest.total))], limit, work, below, enough, of_rest)
+            left = [*rest.tables, Table((), np.array(rest.total))]
+            found = _among_left(left, limit, work, below, enough, of_rest, messages_first)
     except (TooWide, NothingBelow):
         raise
     except PlanError:
@@ -114,13 +117,19 @@ def least(
 
 
 def _among_left(
-    tables: Sequence[Table], limit: int, work: float, below: float, enough: float, learned: WarmStart
+    tables: Sequence[Table],
+    limit: int,
+    work: float,
+    below: float,
+    enough: float,
+    learned: WarmStart,
+    messages_first: bool,
 ) -> Minimum:
     """Return the problem among the values that other searches have left."""
     left, sizes = list(learned.left), [len(values) for values in learned.left]
     if sizes != [*learned.domains]:
         tables = among(left, tables, {})
-    found = _least(sizes, tables, limit, work, below, enough, learned)
+    found = _least(sizes, tables, limit, work, below, enough, learned, messages_first)
     return replace(found, picked=[int(of[i]) for of, i in zip(left, found.picked, strict=True)])
 
 
@@ -132,8 +141,10 @@ def _least(
     below: float,
     enough: float,
     learned: WarmStart,
+    messages_first: bool,
 ) -> Minimum:
-    most = work if math.isinf(below) else min(work, QUICK_WORK)
+    most = QUICK_WORK if messages_first else LITTLE_WORK if math.isfinite(below) else work
+    most = min(work, most)
     if work_of(domains, tables, [id(table.costs) for table in tables], most) <= most:
         cost, picked = minimise(domains, tables, most)
         return Minimum(cost, cost, picked)

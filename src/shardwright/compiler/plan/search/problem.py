@@ -15,7 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -311,20 +311,23 @@ class Problem:
         forbidding: Sequence[Table] = (),
         below: float = math.inf,
         enough: float = ENOUGH,
+        messages_first: bool = False,
     ) -> Minimum:
         """The least cost with ``more`` tables over the same variables, and what attains it, by variable.
 
         What is learned of choices is of use for other tables, as at the next price of a byte; not so with
         ``forbidding`` tables, which hold for this time. A gap of ``enough``, as a share, is worth no further round.
+        With ``messages_first`` most likely nothing costs less than ``below``.
 
         Raises:
             NothingBelow: where no choice was found that costs less than ``below``.
         """
         learned = self._learned.copied() if forbidding else self._learned
+        least_of = partial(least, below=below, enough=enough, learned=learned, messages_first=messages_first)
         if self._left is None:
-            return least(self.domains, [*self.tables, *more, *forbidding], below=below, enough=enough, learned=learned)
+            return least_of(self.domains, [*self.tables, *more, *forbidding])
         tables = [*self._tables_left, *among(self._left, [*more, *forbidding], {})]
-        found = least([len(of) for of in self._left], tables, below=below, enough=enough, learned=learned)
+        found = least_of([len(of) for of in self._left], tables)
         return replace(found, picked=[int(of[i]) for of, i in zip(self._left, found.picked, strict=True)])
 
     @cached_property

@@ -159,7 +159,9 @@ class _AtPrice:
         self, to_beat: float, within_buffers: Sequence[Table], more: Sequence[Table] = ()
     ) -> tuple[tuple[Choice, list[int]], float, list[int]]:
         out = [*self._forbidding, *within_buffers]
-        choice, total, picked = self._built.both.at([*self._tables, *more], out, below=to_beat, enough=ENOUGH_AMONG)
+        choice, total, picked = self._built.both.at(
+            [*self._tables, *more], out, below=to_beat, enough=ENOUGH_AMONG, messages_first=self._budget.once
+        )
         if total >= to_beat:
             raise NothingBelow(total)
         again, recomputed = self._weights.again(self._price, picked), self._weights.recomputing.chosen(picked)
@@ -232,14 +234,24 @@ class _TwoStages:
         *,
         below: float = math.inf,
         enough: float = ENOUGH,
+        messages_first: bool = False,
     ) -> tuple[Choice, float, list[int]]:
         """The choice with the least cost with ``more`` tables, a bound of that, and what was picked by variable.
+
+        The other arguments are those of `Problem.minimum`.
 
         Raises:
             NothingBelow: where no choice was found that costs less than ``below``.
         """
-        asked = partial(self._least_of, more=more, forbidding=forbidding, below=below, enough=enough)
-        found = asked(self.main)
+
+        def least_of(problem: Problem) -> Minimum:  # the side operators cost at least ``self._least`` more
+            of_main = below - self._least
+            with plus(self._least):
+                return problem.minimum(
+                    more, forbidding=forbidding, below=of_main, enough=enough, messages_first=messages_first
+                )
+
+        found = least_of(self.main)
         bound, extra = found.bound, 0.0
         strategies, leaves = self.main.decided(found.picked)
         if self.side:
@@ -248,20 +260,13 @@ class _TwoStages:
             except TooWide:
                 raise
             except PlanError:  # the main problem demands partial sums, which side operators cannot make
-                found = asked(self._without_sums)
+                found = least_of(self._without_sums)
                 strategies, leaves = self.main.decided(found.picked)
                 extra, of_side, their_leaves = self._following(strategies, leaves)
             strategies, leaves = strategies | of_side, leaves | their_leaves
             bound += min(self._least, extra)
         cost = self.main.cost_of(found.picked) if more else found.cost
         return Choice(strategies, leaves, cost + extra, bound), bound, list(found.picked)
-
-    def _least_of(
-        self, problem: Problem, *, more: Sequence[Table], forbidding: Sequence[Table], below: float, enough: float
-    ) -> Minimum:
-        """Return the minimum of the main problem; the side operators cost at least ``self._least`` more."""
-        with plus(self._least):
-            return problem.minimum(more, forbidding=forbidding, below=below - self._least, enough=enough)
 
     def together(self) -> Choice | None:
         """The choice with the least cost of all operators at once; None where they tie too much together for that.
