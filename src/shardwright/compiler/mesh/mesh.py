@@ -226,18 +226,23 @@ class Stages:
 
 @dataclass(frozen=True)
 class TriedStages:
-    """A number of pipeline stages that was tried, 1 for none: what a step takes with it, or why there is no plan."""
+    """A number of pipeline stages that was tried, 1 for none: what a step takes with it, or why there is no plan.
+
+    Where ``is_bound``, that is what it takes without a limit of memory: no less than with another number of stages.
+    """
 
     stages: int
     microbatches: int | None = None
     step_s: float | None = None
     why: str | None = None
+    is_bound: bool = False
 
     def __str__(self) -> str:
         name = "without stages" if self.stages == 1 else f"{PIPELINE}={self.stages}"
         if self.step_s is None:
             return f"{name}: {self.why}"
-        return f"{name}{f', {self.microbatches} microbatches' if self.microbatches else ''}: {in_time(self.step_s)}"
+        several = f", {self.microbatches} microbatches" if self.microbatches else ""
+        return f"{name}{several}: {'at least ' if self.is_bound else ''}{in_time(self.step_s)}"
 
 
 def prime_factors(n: int) -> list[int]:

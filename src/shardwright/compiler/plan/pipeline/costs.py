@@ -11,7 +11,7 @@ from shardwright.compiler.capture.ir import Node, Value
 from shardwright.compiler.mesh.mesh import MICROBATCHES, PIPELINE, Axis, Mesh
 from shardwright.compiler.mesh.redistribute import Collective, Step
 from shardwright.compiler.plan.decisions import Transfer
-from shardwright.compiler.plan.device_memory import DeviceMemory, MemoryModel, crossing_bytes
+from shardwright.compiler.plan.device_memory import DeviceMemory, crossing_bytes
 from shardwright.compiler.plan.pipeline.split_backward import SHARE, with_split_backward
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.hardware import Hardware
@@ -22,10 +22,10 @@ from shardwright.compiler.plan.timing.costs import Costs
 
 @dataclass(frozen=True)
 class StageCost:
-    """What a stage takes for one microbatch, and what it holds in a step.
+    """What a stage takes for one microbatch.
 
-    ``message_s`` is what its results take to the next stage, and as much their gradients back; ``held`` what a rank of
-    its group does, with all stages of that. ``weights_s`` of the backward the schedule does apart.
+    ``message_s`` is what its results take to the next stage, and as much their gradients back. ``weights_s`` of the
+    backward the schedule does apart.
     """
 
     modules: tuple[str, ...]
@@ -33,7 +33,6 @@ class StageCost:
     forward_s: float
     backward_s: float
     message_s: float
-    held: DeviceMemory
     weights_s: float = 0.0
 
     @property
@@ -121,10 +120,13 @@ class StagedCosts:
     @cached_property
     def stages(self) -> tuple[StageCost, ...]:
         """The cost of each stage."""
-        model = MemoryModel(self.plan)
-        return tuple(self._stage(stage, model) for stage in range(self.cut.total))
+        return tuple(map(self._stage, range(self.cut.total)))
 
-    def _stage(self, stage: int, model: MemoryModel) -> StageCost:
+    def held(self, group: int) -> DeviceMemory:
+        """Return what a rank of a group holds in a step, with all stages of the group."""
+        return self.plan.memory_model.of_stage(self.plan, self.plan.optimizer, group)
+
+    def _stage(self, stage: int) -> StageCost:
         nodes = [node for node in self.plan.capture.nodes if self.cut.of.get(node.name) == stage]
         names = {node.name for node in nodes}
         took = [self._of_microbatch.operator_s(node) for node in nodes]
@@ -134,8 +136,7 @@ class StagedCosts:
         forward_s, backward_s = (sum(seconds) for seconds in zip(*took, strict=True)) if took else (0.0, 0.0)
         modules = tuple(dict.fromkeys(node.scope for node in nodes))
         message_s = self._message_s(stage) if stage + 1 < self.cut.total else 0.0
-        held = model.of_stage(self.plan, self.plan.optimizer, self.cut.group(stage))
-        return StageCost(modules, len(nodes), forward_s, backward_s, message_s, held, weights_s)
+        return StageCost(modules, len(nodes), forward_s, backward_s, message_s, weights_s)
 
     @cached_property
     def _split(self) -> frozenset[str]:

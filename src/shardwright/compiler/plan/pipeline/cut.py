@@ -59,7 +59,7 @@ def cut(
     before: Floats = np.concatenate([[0.0], np.cumsum(costs)])
     border: Floats = np.concatenate([np.asarray(crossing, dtype=float), [0.0]])
     border[0] = 0.0
-    sums = [[_Sum(np.concatenate([[0.0], np.cumsum(of.weights)]), of.most) for of in stage] for stage in limits]
+    first = _first(limits, count, len(costs))
 
     def takes(end: int) -> Floats:
         """Return the seconds of a stage that ends there, by where it begins."""
@@ -67,10 +67,12 @@ def cut(
         longest: Floats = np.maximum(costs, np.maximum(border[:end], border[end]))
         return longest if overlapped else costs + (border[:end] + float(border[end])) / 2
 
-    slowest, _ = _best(takes, border, count, np.maximum, math.inf, sums)
+    slowest, _ = _best(takes, border, first, np.maximum, math.inf)
     if slowest[-1] == math.inf:
         return None
-    _, choices = _best(takes, border, count, np.add, slowest[-1] * (1 + 1e-9), sums)
+    most = float(slowest[-1]) * (1 + 1e-9)
+    first = np.maximum(first, _first([[Limit(costs, most)]] * count, count, len(costs)))
+    _, choices = _best(takes, border, first, np.add, most)
     starts, end = [], len(costs)
     for choice in reversed(choices):
         end = int(choice[end])
@@ -124,44 +126,43 @@ def _keeps(starts: Sequence[int], end: int, limits: Sequence[Sequence[Limit]]) -
     )
 
 
-class _Sum(NamedTuple):
-    """A limit, with the sums over the first operators."""
-
-    before: Floats
-    most: float
-
-    def keeps(self, end: int) -> NDArray[np.bool_]:
-        """Return whether stages that end there keep it, by where they begin."""
-        kept: NDArray[np.bool_] = self.before[end] - self.before[:end] <= self.most + 1e-9 * self.before[-1]
-        return kept
-
-
 def _best(
     takes: Callable[[int], Floats],
     border: Floats,
-    count: int,
+    first: NDArray[np.int64],
     join: np.ufunc,
     limit: float,
-    sums: Sequence[Sequence[_Sum]],
-) -> tuple[Floats, list[NDArray[np.int64]]]:
-    """Return the least for the first operators in ``count`` stages, and where the last stage of each number begins.
+) -> tuple[Floats, NDArray[np.int64]]:
+    """Return the least for the first operators in some stages, and where the last of these stages begins.
 
     With `numpy.maximum` that is the time of the slowest stage, with `numpy.add` what crosses, over cuts in which no
-    stage takes more than ``limit``, and each keeps its ``sums``.
+    stage takes more than ``limit``.
+
+    Args:
+        first: for each stage and where it ends, the first operator that it may begin with.
     """
-    n = len(border)
-    best = np.full(n, math.inf)
-    best[0] = 0.0
-    choices = []
-    for stage in range(count):
-        then, choice = np.full(n, math.inf), np.zeros(n, dtype=np.int64)
-        for end in range(1, n):
-            costs = takes(end) if join is np.maximum else np.where(takes(end) <= limit, border[:end], math.inf)
-            for each in sums[stage] if sums else ():
-                costs = np.where(each.keeps(end), costs, math.inf)
-            found = join(best[:end], costs)
-            choice[end] = int(found.argmin())
-            then[end] = found[choice[end]]
-        best = then
-        choices.append(choice)
-    return best, choices
+    count, n = first.shape
+    best = np.full((count + 1, n), math.inf)
+    best[0, 0] = 0.0
+    choices = np.zeros((count, n), dtype=np.int64)
+    for end in range(1, n):
+        costs = takes(end) if join is np.maximum else np.where(takes(end) <= limit, border[:end], math.inf)
+        start = int(first[:, end].min())
+        found = join(best[:-1, start:end], costs[start:])
+        for stage in np.flatnonzero(first[:, end] > start).tolist():
+            found[stage, : first[stage, end] - start] = math.inf
+        chosen = found.argmin(axis=1) if start < end else np.zeros(count, dtype=np.int64)
+        choices[:, end] = start + chosen
+        best[1:, end] = found[np.arange(count), chosen] if start < end else math.inf
+    return best[-1], choices
+
+
+def _first(limits: Sequence[Sequence[Limit]], count: int, end: int) -> NDArray[np.int64]:
+    """Return the first operator that each stage may begin with, by where it ends: no number of a limit is negative."""
+    first = np.zeros((count, end + 1), dtype=np.int64)
+    for stage, of in enumerate(limits):
+        for each in of:
+            before = np.concatenate([[0.0], np.cumsum(each.weights)])
+            least = before - each.most - 1e-9 * before[-1]
+            first[stage] = np.maximum(first[stage], np.searchsorted(before, least))
+    return first

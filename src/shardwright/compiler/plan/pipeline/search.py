@@ -2,7 +2,7 @@
 
 For each number of stages that divides the devices the ranks of a stage are planned once, by the search that plans
 without stages. Then microbatches are halved for as long as a step gets quicker: fewer of them wait longer, and each is
-larger.
+larger. What takes no less than the best plan so far even if memory had no limit is not made to fit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ def best_in_stages(graph: RuledGraph, request: PlanRequest, make: Make, without:
     Args:
         make: makes the plan of one stage.
     """
-    found = [_without(without, request), *(_tried(graph, request, make, count) for count in _numbers(graph, request))]
+    found = [_without(without, request)]
+    for count in _numbers(graph, request):
+        least_s = min((tried.step_s for plan, tried in found if plan and tried.step_s is not None), default=math.inf)
+        found.append(_tried(graph, request, make, count, least_s))
     best = min((plan for plan, _ in found if plan), key=lambda plan: _step_s(plan, request), default=None)
     return None if best is None else replace(best, tried=tuple(tried for _, tried in found))
 
@@ -54,24 +57,27 @@ def _numbers(graph: RuledGraph, request: PlanRequest) -> Iterator[int]:
             yield count
 
 
-def _tried(graph: RuledGraph, request: PlanRequest, make: Make, count: int) -> tuple[Plan | None, TriedStages]:
-    """Return the best plan with so many stages, and what is told of it."""
+def _tried(
+    graph: RuledGraph, request: PlanRequest, make: Make, count: int, below_s: float
+) -> tuple[Plan | None, TriedStages]:
+    """Return the best plan with so many stages if its step takes less than ``below_s``, and what is told of it."""
     rest = request.mesh.size // count
     axes = (Axis(PIPELINE, count), *([Axis(UNNAMED, rest)] if rest > 1 else []))
     asked = replace(request, mesh=Mesh(axes), search_stages=False)
-    best: tuple[Plan | None, TriedStages] = (
-        None,
-        TriedStages(count, why="no number of microbatches divides the rows of a rank"),
-    )
+    best: Plan | None = None
+    said = TriedStages(count, why="no number of microbatches divides the rows of a rank")
     least_s = math.inf
     try:
         plans = StagedPlans(graph, asked, make)
         for microbatches in [request.microbatches] if request.microbatches else reversed(plans.even_microbatches):
-            plan = plans.plan(microbatches)
-            if (seconds := _step_s(plan, request)) >= least_s:
+            plan = plans.plan(microbatches, min(below_s, least_s))
+            seconds = _step_s(plan, request)
+            if seconds >= least_s:
                 break
-            best, least_s = (plan, TriedStages(count, microbatches, seconds)), seconds
+            fits = request.memory is None or plan.memory == request.memory
+            best, least_s = plan if fits else None, seconds
+            said = TriedStages(count, microbatches, seconds, is_bound=not fits)
     except PlanError as error:
-        if best[0] is None:
-            return None, TriedStages(count, why=str(error).partition("; ")[0])
-    return best
+        if said.step_s is None:
+            said = replace(said, why=str(error).partition("; ")[0])
+    return best, said

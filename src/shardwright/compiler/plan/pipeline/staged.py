@@ -101,8 +101,8 @@ class StagedPlans:
         split = next((inside.leaves[v.name].dims[0] for v in capture.of_kind("input") if v.shape), Split())
         return capture.rows // inside.mesh.extent(split.axes)
 
-    def plan(self, microbatches: int) -> Plan:
-        """Return the plan for so many microbatches.
+    def plan(self, microbatches: int, below_s: float = math.inf) -> Plan:
+        """Return the plan for so many microbatches; without a limit of memory if that takes no less than ``below_s``.
 
         The ranks of a stage are first planned as if their memory had no limit, and layers recomputed until each stage
         fits; where that is not enough, as if they held all stages, in as many times their memory.
@@ -111,12 +111,16 @@ class StagedPlans:
             PlanError: where there is none; `OverBudget` where none fits.
         """
         limit = self._request.memory
+        if limit is not None and below_s < math.inf:
+            free = self._in_stages(self._inside(None), microbatches, None)
+            if StagedCosts(free, self._request.hardware).step_s >= below_s:
+                return free
         try:
-            return self._in_stages(self._inside(None), microbatches)
+            return self._in_stages(self._inside(None), microbatches, limit)
         except OverBudget as error:
             assert limit is not None
             try:
-                return self._in_stages(self._inside(self._count * limit), microbatches)
+                return self._in_stages(self._inside(self._count * limit), microbatches, limit)
             except OverBudget:
                 raise error from None
 
@@ -137,13 +141,13 @@ class StagedPlans:
             self._insides[memory] = plan if within.axes is not None else with_axis_names(plan)
         return self._insides[memory]
 
-    def _in_stages(self, inside: Plan, microbatches: int) -> Plan:
+    def _in_stages(self, inside: Plan, microbatches: int, memory: int | None) -> Plan:
         """Return the plan with the schedule asked for; without one with 1F1B, or with GPipe's where that is quicker.
 
         Messages of 1F1B are waited for one by one, which takes longer where links are slow.
         """
         request = self._request
-        found = self._scheduled(inside, microbatches, request.schedule or _USUAL_SCHEDULE)
+        found = self._scheduled(inside, microbatches, request.schedule or _USUAL_SCHEDULE, memory)
         stages = found.stages
         if request.schedule is not None or stages is None or stages.schedule == "gpipe":
             return found
@@ -152,12 +156,12 @@ class StagedPlans:
         if other_s > _QUICKER * costs.line_s:
             return found
         try:
-            other = self._scheduled(inside, microbatches, "gpipe")
+            other = self._scheduled(inside, microbatches, "gpipe", memory)
         except OverBudget:
             return found
         return min(found, other, key=lambda plan: StagedCosts(plan, request.hardware).step_s)
 
-    def _scheduled(self, inside: Plan, microbatches: int, called: str) -> Plan:
+    def _scheduled(self, inside: Plan, microbatches: int, called: str, memory: int | None) -> Plan:
         request, count = self._request, self._count
         plan = _in_time(inside, request, Stages(count, microbatches, {}))
         flow = _Flow(plan)
@@ -173,11 +177,11 @@ class StagedPlans:
             of = flow.stages(stages, together)
             return None if of is None else _in_turns(plan.in_stages(replace(stages, of=of)), request)
 
-        plan = replace(plan, memory=request.memory)
+        plan = replace(plan, memory=memory)
         found = recut(plan, [])
         if found is None:  # of later plans, whose parameters are held where no cut can have them
             found = _in_turns(plan.in_stages(replace(stages, of=flow.stages(stages) or {})), request)
-        return found if request.memory is None else within_memory(found, request.memory, recut)
+        return found if memory is None else within_memory(found, memory, recut)
 
 
 def _in_turns(plan: Plan, request: PlanRequest) -> Plan:

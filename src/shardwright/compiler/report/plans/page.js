@@ -548,7 +548,7 @@ function showStages() {
     bar.append(part);
     const name = each.stages === 1 ? "without stages" : `pp=${each.stages}${each.microbatches ? `, ${each.microbatches} microbatches` : ""}`;
     return element("div", { className: "held-row" }, element("span", {}, name), each.step_s === null ? element("span", { className: "said" }, each.why) : bar,
-      element("span", {}, each.step_s === null ? "-" : inTime(each.step_s)));
+      element("span", {}, each.step_s === null ? "-" : `${each.is_bound ? "at least " : ""}${inTime(each.step_s)}`));
   });
   $("tried").replaceChildren(...(bars.length ? [element("h3", {}, "Numbers of stages that were tried: a step takes"), ...bars] : []));
 }

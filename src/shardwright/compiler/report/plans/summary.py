@@ -228,10 +228,10 @@ def _schedule(costs: StagedCosts) -> ScheduleSummary:
 
 
 def _stages(costs: StagedCosts) -> Iterator[StageSummary]:
+    held = [_by_kind(costs.held(group)) for group in range(costs.cut.count)]
     for number, stage in enumerate(costs.stages):
-        seconds = stage.forward_s, stage.backward_s, stage.message_s
-        modules = tuple(_outermost(stage.modules))
-        yield StageSummary(costs.cut.group(number), modules, stage.operators, *seconds, _by_kind(stage.held))
+        group, seconds = costs.cut.group(number), (stage.forward_s, stage.backward_s, stage.message_s)
+        yield StageSummary(group, tuple(_outermost(stage.modules)), stage.operators, *seconds, held[group])
 
 
 def _outermost(names: Sequence[str]) -> Iterator[str]:
