@@ -50,6 +50,7 @@ ELSEWHERE = {"runtime/programs/plan_cache.py"}
 # Caches that are dictionaries, by the names of attributes and variables: beside each stands "Cached", too.
 DICTIONARIES = {
     "checkpoint/api.py": ("_running",),
+    "compiler/capture/functional/each_call.py": ("known",),
     "compiler/mesh/dtensor.py": ("_made",),
     "compiler/mesh/groups.py": ("_made", "_of_worlds"),
     "compiler/mesh/processes.py": ("_groups", "_channels", "_sums"),

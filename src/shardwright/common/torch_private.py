@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._decomp import _should_decompose_because_unsafe_op
+from torch._dispatch.python import enable_python_dispatcher
 from torch._export.utils import (
     _check_valid_to_preserve,
     _collect_all_valid_cia_ops_for_aten_namespace,
@@ -34,9 +35,12 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
+from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
 from torch.autograd.function import _SingleLevelFunction
 from torch.distributed import distributed_c10d
 from torch.export import ExportedProgram
+from torch.export._trace import _ignore_backend_decomps
+from torch.export.exported_program import _override_composite_implicit_decomp
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 from torch.fx.graph import _PyTreeCodeGen
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
@@ -457,6 +461,56 @@ def run_decompositions(program: ExportedProgram, preserved: Iterable[Any]) -> Ex
     with patch, traceable_recurrent_layers():
         decomposed: ExportedProgram = program.run_decompositions({})
     return decomposed
+
+
+@contextmanager
+def decomposing(preserved: Iterable[Any], mode: FakeTensorMode) -> Iterator[Callable[..., torch.fx.Graph | None]]:
+    """Within, functions of tensors are traced as `run_decompositions` traces programs, by the function that this gives.
+
+    It is called with a function, tensors of ``mode`` like those that the function is to get, and of each of these
+    whether it needs a gradient. It returns a graph, or None where one of them is changed. The exporter has nothing
+    public for less than a program.
+    """
+
+    def graph_of(function: Callable[..., Any], like: Iterable[Any], needing: Iterable[bool]) -> torch.fx.Graph | None:
+        changed: list[bool] = []
+
+        def run(*given: Any) -> Any:
+            result = function(*given)
+            changed.extend(map(_is_changed, given))
+            return result
+
+        given = [_without_value(tensor).requires_grad_(needs) for tensor, needs in zip(like, needing, strict=True)]
+        functional = FunctionalTensorMode(export=True, _allow_token_discovery=True)
+        with functional:
+            graph = make_fx(dispatch_functionalize(run, functional))(*given).graph
+        return None if any(changed) else graph
+
+    with (
+        mode,
+        _override_composite_implicit_decomp(dict.fromkeys(preserved, _special_op_to_preserve_cia)),
+        _ignore_backend_decomps(),
+        traceable_recurrent_layers(),
+        _compiling_state_context(),
+        torch.no_grad(),
+        enable_python_dispatcher(),
+    ):
+        yield graph_of
+
+
+def _without_value(fake: Any) -> Any:
+    """Return another tensor that is like one without storage, and not known as a constant."""
+    made = fake.detach()
+    made.constant = None
+    return made
+
+
+def _is_changed(tensor: Any) -> bool:
+    """Return whether a tensor that torch makes functional was changed, or turned into another view."""
+    wrapped = tensor.elem
+    if torch._functionalize_has_data_mutation(wrapped):  # type: ignore[attr-defined]
+        return True
+    return bool(torch._functionalize_has_metadata_mutation(wrapped))
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from torch.export import ExportedProgram
 from torch.fx.node import map_arg
 
 from shardwright.common import signatures, torch_private
+from shardwright.compiler.capture.functional.each_call import each_call
 from shardwright.compiler.rules.table import key_of
 
 aten = torch.ops.aten
@@ -33,7 +34,10 @@ def functional(program: ExportedProgram, is_without_gradient: Callable[[fx.Node]
         _pass_operands_on(program, is_without_gradient)
         _detach_views(program.graph, is_without_gradient)
     _forget_disabled(program.graph)
-    return torch_private.run_decompositions(program, _preserved())
+    _forget_detaching(program)
+    preserved = _preserved()
+    made = each_call(program, preserved)
+    return torch_private.run_decompositions(program, preserved) if made is None else made
 
 
 def join_names(program: ExportedProgram) -> None:
@@ -113,6 +117,13 @@ def _forget_disabled(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="placeholder"):
         noted = node.meta.get("custom") or {}
         node.meta["custom"] = {key: value for key, value in noted.items() if not key.startswith("_torchdynamo_disable")}
+
+
+def _forget_detaching(program: ExportedProgram) -> None:
+    """Remove ``detach_`` of tensors without gradient, as the exporter has it behind each constant: it does nothing."""
+    for node in program.graph.find_nodes(op="call_function", target=aten.detach_.default):
+        if not node.args[0].meta["val"].requires_grad:
+            _replace(program, node, node.args[0])
 
 
 def _pass_operands_on(program: ExportedProgram, is_without_gradient: Callable[[fx.Node], bool]) -> None:
