@@ -24,9 +24,9 @@ def told(program):
             for val in trees.tree_leaves(node.meta.get("val"))
             if isinstance(val, Tensor)
         ]
-        meta = [node.meta.get(key) for key in ("custom", "nn_module_stack")] if node.op == "call_function" else []
+        noted = {key: of for key, of in (node.meta.get("custom") or {}).items() if key.startswith("shardwright")}
         if node.op != "placeholder":
-            found.append(repr((node.target, args, vals, meta)))
+            found.append(repr((node.target, args, vals, noted, node.meta.get("nn_module_stack"))))
     of_name = {node.name: number for node, number in numbers.items()}
     signature = program.graph_signature
     inputs = {spec.arg.name: (spec.kind, spec.target) for spec in signature.input_specs}
@@ -62,7 +62,7 @@ class Alike(nn.Module):
         u, v = F.gelu(self.one(x)), F.gelu(self.two(x))
         sums = [u + v, u + u, v + v.contiguous(), u + F.dropout(u, 0.5, False), u + u.to(x.dtype), u * 1, u * 1.0]
         sums += [self.dropout(u), self.dropout(u), self.dropout(v), torch.rand_like(u), torch.rand_like(u)]
-        lying = [u.reshape(-1), u.t().reshape(-1), u[1:].reshape(-1), u[:, 1:].reshape(-1), u.double().reshape(-1)]
+        lying = [u.reshape(-1), u.t().reshape(-1), u[1:].reshape(-1), u[:, 1:].reshape(-1), u.int().reshape(-1)]
         lying += [self.table.t().reshape(-1), self.table.reshape(-1), u.t().contiguous().reshape(-1)]
         parts = [*u.chunk(2, 1), *v.chunk(2, 1), *torch.tensor_split(u, (1, 2), 1), *u.unbind(0)]
         complexes = [torch.view_as_complex(torch.stack([u, v], -1)), torch.fft.fft(u).conj(), torch.fft.fft(v)]

@@ -1,16 +1,16 @@
 """Each distinct call of a program traced once, in place of the whole program.
 
 `torch_private.run_decompositions` traces every call of a program again, which is half of a capture; and the layers of a
-model make the same calls with other tensors. Traced once and copied for each of them, they are the same graph:
+model make the same calls with other tensors. Traced once and copied for each of them, they are the same graph.
 
-The trace of a program calls its operators one after the other. What it records of a call depends on
+A trace of the program calls its operators one after the other. What it records of a call depends on
 
 - the operator, and its arguments that are no tensors: both are in the key;
-- what its tensors tell. They have no values, so that is how they lie in memory, and flags: `_facts`, in the key. An
-  operand is what the traces of the calls before have made, as in a trace of the whole, and not what the exporter has
-  noted, which had gradients;
-- which of its operands are one tensor. The key numbers them by nodes of the new graph, in which what an operator
-  returns of its operands has no other node (``contiguous``, or ``dropout`` of nothing);
+- what its tensors tell. They have no values, so that is how they lie in memory, their flags, and whether they need a
+  gradient: that is in the key, too. An operand is what the traces of the calls before have made, as in a trace of the
+  whole, and not what the exporter has noted, which had gradients;
+- which of its operands are one tensor. The key numbers them by nodes of the new graph, in which a tensor that a
+  decomposition only passes on has no other node (as dropout of nothing);
 - torch's modes and settings. They are those of a trace of the whole, for all calls: no operator changes them, and a
   program in which anything else is called is traced in whole;
 - what was done to its tensors before. Nothing was: a program with a change in place is traced in whole, also where only
@@ -18,6 +18,9 @@ The trace of a program calls its operators one after the other. What it records 
 
 Whether operands look into one memory, only changes in place ask. Calls share no more than a trace: each has its own
 nodes, so that it draws its own random numbers, with its own annotations.
+
+In one thing the graph of a trace of the whole is another one: where an operator that stays whole returns an operand
+itself (``broadcast_tensors``), it takes what reads the operand from there on for a reader of the result.
 """
 
 from __future__ import annotations
