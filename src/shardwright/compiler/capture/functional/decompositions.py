@@ -1,7 +1,8 @@
 """An exported program -> one whose operators return new tensors and change nothing in place.
 
-Torch does this: `ExportedProgram.run_decompositions` traces the program a second time. Composite operators that have a
-row in the table of rules stay whole, all others are decomposed as torch itself computes them.
+Torch does this: `ExportedProgram.run_decompositions` traces the program a second time, or its tracer each distinct call
+where nothing is changed in place (`each_call`). Composite operators that have a row in the table of rules stay whole,
+all others are decomposed as torch itself computes them.
 """
 
 from __future__ import annotations
