@@ -312,6 +312,11 @@ class Watching(TorchDispatchMode):
 
 def measured_peak(plan: Plan, model: nn.Module, batch: Any, monkeypatch: pytest.MonkeyPatch, rank: int = 0) -> int:
     """The most bytes alive on a rank, with its parts of the leaves, and without the whole ones."""
+    return measured_peaks(plan, model, batch, monkeypatch)[rank]
+
+
+def measured_peaks(plan: Plan, model: nn.Module, batch: Any, monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
+    """`measured_peak` of every rank."""
     peaks, ignored = {}, {weakref.ref(x.untyped_storage()) for x in (*model.parameters(), *model.buffers(), *batch)}
 
     original = simulate
@@ -328,4 +333,4 @@ def measured_peak(plan: Plan, model: nn.Module, batch: Any, monkeypatch: pytest.
     with monkeypatch.context() as patched:
         patched.setattr(sys.modules[__name__], "simulate", watching)
         run(plan, model, batch)
-    return peaks[rank]
+    return peaks

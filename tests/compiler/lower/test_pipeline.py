@@ -9,23 +9,34 @@ from torch import nn
 from torch.nn import functional as F
 
 import decoder
+from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.lower.lower import lower
 from shardwright.compiler.lower.operators.scheduled import _HandOut
 from shardwright.compiler.lower.operators.stages import Pipe
 from shardwright.compiler.mesh.mesh import PIPELINE, Mesh
+from shardwright.compiler.plan.make import make_plan
 from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.plan.request import PlanRequest
 from shardwright.errors import PlanError, UsageError
-from whole import communicated, measured_peak, plan_of, run, same, splitting_hardware
+from whole import communicated, measured_peak, measured_peaks, plan_of, run, same, splitting_hardware
 
 # stages, other axes, microbatches: also more of them than rows, and uneven ones
 SLOWER = [pytest.param(*case, marks=pytest.mark.slow) for case in [("pp=2", 2), ("pp=2,dp=3", 2), ("pp=3,tp=2", 4)]]
 
 
-def held_against_one_device(model, loss_fn, batch, mesh, microbatches, mode="data", tolerance=1e-12, **options):
+def in_stages(captured, mesh, microbatches=None, mode="data", **options):
     options.setdefault("hardware", splitting_hardware())  # on the usual one a single stage would do all that is small
-    expected = run(plan_of(model, loss_fn, batch, Mesh(()), "single"), model, batch)
-    plan = plan_of(model, loss_fn, batch, Mesh.parse(mesh), mode, microbatches=microbatches, **options)
-    same(run(plan, model, batch), expected, tolerance)
+    return make_plan(captured, PlanRequest(Mesh.parse(mesh), mode, microbatches=microbatches, **options))
+
+
+def on_one_device(captured, model, batch):
+    return run(make_plan(captured, PlanRequest(Mesh(()), "single")), model, batch)
+
+
+def held_against_one_device(model, loss_fn, batch, mesh, microbatches, mode="data", tolerance=1e-12, **options):
+    captured = captured_step(model, loss_fn, batch, {})
+    plan = in_stages(captured, mesh, microbatches, mode, **options)
+    same(run(plan, model, batch), on_one_device(captured, model, batch), tolerance)
     return plan
 
 
@@ -62,10 +73,18 @@ def language(rows=5):
     return Language().double(), (words, labels)
 
 
-@pytest.mark.parametrize(("mesh", "microbatches"), [("pp=3", 5), ("pp=2,dp=2", 7), *SLOWER])
-def test_losses_outputs_and_gradients_are_those_of_one_device(mesh, microbatches):
+@pytest.fixture(scope="module")
+def spoken():
+    """A language model and its batch, the graph of their step, and what one device gives: which no test changes."""
     model, batch = language()
-    held_against_one_device(model, language_loss, batch, mesh, microbatches)
+    captured = captured_step(model, language_loss, batch, {})
+    return model, batch, captured, on_one_device(captured, model, batch)
+
+
+@pytest.mark.parametrize(("mesh", "microbatches"), [("pp=3", 5), ("pp=2,dp=2", 7), *SLOWER])
+def test_losses_outputs_and_gradients_are_those_of_one_device(mesh, microbatches, spoken):
+    model, batch, captured, expected = spoken
+    same(run(in_stages(captured, mesh, microbatches), model, batch), expected, 1e-12)
 
 
 TURNS = [("pp=3", 6, None), ("pp=1,dp=2", 3, "1f1b"), ("pp=2", 4, "interleaved:3"), ("pp=3,dp=2", 4, "zb-h1")]
@@ -75,17 +94,16 @@ MORE = [("pp=2,dp=2", 3, "1f1b"), ("pp=3,dp=2", 3, "interleaved"), ("pp=2,tp=2",
 @pytest.mark.parametrize("turns", [TURNS, pytest.param(MORE, marks=pytest.mark.slow)], ids=["each", "more"])
 def test_backwards_that_begin_before_the_last_forward_give_what_one_device_gives(turns):
     model, batch = language(12)
-    expected = run(plan_of(model, language_loss, batch, Mesh(()), "single"), model, batch)
+    captured = captured_step(model, language_loss, batch, {})
+    expected = on_one_device(captured, model, batch)
     for mesh, microbatches, schedule in turns:
-        options = {"microbatches": microbatches, "schedule": schedule, "hardware": splitting_hardware()}
-        plan = plan_of(model, language_loss, batch, Mesh.parse(mesh), "data", **options)
+        plan = in_stages(captured, mesh, microbatches, schedule=schedule)
         same(run(plan, model, batch), expected, 1e-12)
         assert plan.stages.schedule == (schedule or "1f1b").partition(":")[0]
 
 
 def test_a_stage_begins_as_many_forwards_as_there_are_stages_from_it_on():
-    model, batch = decoder.Decoder(layers=4).double(), decoder.batch_of(12, 6)
-    plan = plan_of(model, decoder.loss_fn, batch, Mesh.parse("pp=4"), "data", microbatches=6, schedule="1f1b")
+    plan = in_stages(captured_step(classifier(), classes, images(), {}), "pp=4", 6, schedule="1f1b")
     for stage in range(4):
         source = lower(plan, stage).source
         begun = "scheduled.receive(" if stage else "scheduled.send("
@@ -162,8 +180,7 @@ def test_a_loss_to_which_parameters_add_something_goes_in_turns():
 )
 def test_stages_go_together_with_plans_that_shard_all_they_can(mesh, microbatches):
     model, batch = decoder.Decoder(layers=2).double(), decoder.batch_of(4, 6)
-    hardware = splitting_hardware()
-    plan = held_against_one_device(model, decoder.loss_fn, batch, mesh, microbatches, "auto", hardware=hardware)
+    plan = held_against_one_device(model, decoder.loss_fn, batch, mesh, microbatches, "auto")
     assert any(strategy.used - {"micro"} for strategy in plan.strategies.values())
     assert any(layout.held and len(layout.split_axes) > 1 for layout in plan.stored.values())
 
@@ -250,10 +267,8 @@ def test_batch_norm_goes_through_stages_with_one_microbatch_and_not_with_several
         plan_of(normed(), classes, images(), Mesh.parse("pp=2"), "data", microbatches=2)
 
 
-def test_a_stage_alone_holds_what_it_alone_computes_with():
-    model, batch = language()
-    hardware = splitting_hardware()
-    plan = plan_of(model, language_loss, batch, Mesh.parse("pp=4,dp=2"), "data", microbatches=2, hardware=hardware)
+def test_a_stage_alone_holds_what_it_alone_computes_with(spoken):
+    plan = in_stages(spoken[2], "pp=4,dp=2", 2)
     stored = {value.label: plan.stored[value.name] for value in plan.capture.of_kind("parameter")}
     readers = {value.label: plan.read_by_stages[value.name] for value in plan.capture.of_kind("parameter")}
     assert str(stored["words.weight"]) == "[pp, -]"  # is tied to the head
@@ -275,10 +290,9 @@ def test_a_stage_alone_holds_what_it_alone_computes_with():
 
 
 @pytest.mark.parametrize(("mesh", "mode"), [("pp=2", "data"), ("pp=2,dp=2", "auto")])
-def test_what_one_stage_holds_crosses_none(mesh, mode, monkeypatch):
+def test_what_one_stage_holds_crosses_none(mesh, mode, monkeypatch, spoken):
     model, batch = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)), nn.Linear(8, 3)).double(), images()
-    options = {"microbatches": 2, "hardware": splitting_hardware()}
-    plan = plan_of(model, classes, batch, Mesh.parse(mesh), mode, **options)
+    plan = in_stages(captured_step(model, classes, batch, {}), mesh, 2, mode)
     assert {stage for stages in plan.read_by_stages.values() for stage in stages} == {0, 1}
     assert all(plan.stored[value.name].held for value in plan.capture.of_kind("parameter"))
     assert not plan.moved_between_stages
@@ -286,27 +300,24 @@ def test_what_one_stage_holds_crosses_none(mesh, mode, monkeypatch):
     crossing = {kind: size for (kind, axes), size in moved.items() if PIPELINE in axes}
     assert crossing.keys() <= {"all_gather"}  # the loss, which all stages have
     assert sum(crossing.values()) <= 2 * 8
-    model, batch = language()
-    tied = plan_of(model, language_loss, batch, Mesh.parse("pp=2"), "data", **options)
-    moved = communicated(tied, model, batch, monkeypatch)
+    model, batch, captured, _ = spoken
+    moved = communicated(in_stages(captured, "pp=2", 2), model, batch, monkeypatch)
     words = 6 * 8 * 8 * 2  # the longer half of the table, to and from each of two stages
     assert moved["all_to_all", (PIPELINE,)] == 2 * words
 
 
-def test_what_another_stage_holds_is_sent_to_the_one_that_reads_it():
-    model, batch = language()
-    hardware = splitting_hardware()
-    plan = plan_of(model, language_loss, batch, Mesh.parse("pp=2,dp=2"), "data", microbatches=2, hardware=hardware)
+def test_what_another_stage_holds_is_sent_to_the_one_that_reads_it(spoken):
+    model, batch, captured, expected = spoken
+    plan = in_stages(captured, "pp=2,dp=2", 2)
     stages = plan.stages
     elsewhere = {name: at if at is None else (at + 1) % stages.count for name, at in stages.holders.items()}
     moved = replace(plan, stages=replace(stages, holders=elsewhere))
     assert len(moved.moved_between_stages) > len(plan.moved_between_stages)
-    same(run(moved, model, batch), run(plan_of(model, language_loss, batch, Mesh(()), "single"), model, batch), 1e-12)
+    same(run(moved, model, batch), expected, 1e-12)
 
 
-def test_a_plan_with_stages_is_read_back_from_its_json():
-    model, batch = language()
-    plan = plan_of(model, language_loss, batch, Mesh.parse("pp=2,dp=2"), "auto", microbatches=2)
+def test_a_plan_with_stages_is_read_back_from_its_json(spoken):
+    plan = make_plan(spoken[2], PlanRequest(Mesh.parse("pp=2,dp=2"), "auto", microbatches=2))
     again = Plan.from_json(plan.to_json(), plan.graph)
     assert again == plan
     assert [lower(again, rank).source for rank in range(4)] == [lower(plan, rank).source for rank in range(4)]
@@ -319,11 +330,12 @@ def test_another_cut_fits_where_the_quickest_does_not():
     def loss_fn(model, batch):
         return model(batch).square().mean()
 
-    options = {"microbatches": 2, "hardware": splitting_hardware()}
-    free = plan_of(model, loss_fn, batch, Mesh.parse("pp=2"), "data", **options)
+    captured = captured_step(model, loss_fn, batch, {})
+    free = in_stages(captured, "pp=2", 2)
     embedding = free.memory_model.of_stage(free, free.optimizer, 0)
     limit = int(embedding.total * 0.97)
-    plan = held_against_one_device(model, loss_fn, batch, "pp=2", memory=limit, **options)
+    plan = in_stages(captured, "pp=2", 2, memory=limit)
+    same(run(plan, model, batch), on_one_device(captured, model, batch), 1e-12)
     assert max(plan.memory_model.of_stage(plan, plan.optimizer, group).total for group in (0, 1)) <= limit
     assert not plan.recomputed
     before, after = (Counter(of.stages.of.values()) for of in (free, plan))
@@ -331,12 +343,13 @@ def test_another_cut_fits_where_the_quickest_does_not():
 
 
 def test_a_later_plan_computes_where_parameters_are_held():
-    model, batch = decoder.Decoder(layers=4).double(), decoder.batch_of(4, 6)
-    plan = plan_of(model, decoder.loss_fn, batch, Mesh.parse("pp=3"), "data", hardware=splitting_hardware())
+    captured = captured_step(decoder.Decoder(layers=4).double(), decoder.loss_fn, decoder.batch_of(4, 6), {})
+    plan = in_stages(captured, "pp=3")
     storage = {value.name: plan.stored[value.name] for value in plan.capture.of_kind("parameter")}
     assert any(layout.held and layout.held[1] for layout in storage.values())
-    usual = plan_of(model, decoder.loss_fn, batch, Mesh.parse("pp=3"), "data")  # by prices that cut elsewhere
-    later = plan_of(model, decoder.loss_fn, batch, Mesh.parse("pp=3"), "data", storage=storage, axes=plan.devices)
+    by_other_prices = PlanRequest(Mesh.parse("pp=3"), "data")  # which cut elsewhere
+    usual = make_plan(captured, by_other_prices)
+    later = make_plan(captured, replace(by_other_prices, storage=storage, axes=plan.devices))
     assert usual.stages.of != plan.stages.of
     assert later.stored == plan.stored
     assert later.moved_between_stages == plan.moved_between_stages
@@ -344,13 +357,11 @@ def test_a_later_plan_computes_where_parameters_are_held():
 
 def test_microbatches_that_are_over_leave_nothing_behind(monkeypatch):
     """With 1F1B the last stage holds one microbatch, however many there are."""
-    model, peaks = decoder.Decoder(layers=2).double(), []
-    for microbatches in (6, 18):
+    model, peaks = decoder.Decoder(layers=1).double(), []
+    for microbatches in (6, 12):
         batch = decoder.batch_of(4 * microbatches, 6)
-        plan = plan_of(
-            model, decoder.loss_fn, batch, Mesh.parse("pp=2"), "data", hardware=splitting_hardware(),
-            microbatches=microbatches, schedule="1f1b",
-        )  # fmt: skip
+        captured = captured_step(model, decoder.loss_fn, batch, {})
+        plan = in_stages(captured, "pp=2", microbatches, schedule="1f1b")
         given = sum(tensor.nbytes for tensor in batch)
         peaks.append(measured_peak(plan, model, batch, monkeypatch, rank=1) - given)
     assert peaks[1] == pytest.approx(peaks[0], rel=0.02)
@@ -358,16 +369,15 @@ def test_microbatches_that_are_over_leave_nothing_behind(monkeypatch):
 
 def test_what_is_gathered_within_a_stage_is_held_once_with_its_gradient(monkeypatch):
     model, batch = decoder.Decoder(4, 64, 4, 2, 256, 64).double(), decoder.batch_of(16, 4, 64)
-    how = {"hardware": splitting_hardware(), "microbatches": 4, "schedule": "1f1b"}
-    mesh = Mesh.parse("pp=2,dp=2")
-    free = plan_of(model, decoder.loss_fn, batch, mesh, "data", **how)
-    plan = plan_of(model, decoder.loss_fn, batch, mesh, "auto", memory=int(0.95 * free.held.total), **how)
+    captured = captured_step(model, decoder.loss_fn, batch, {})
+    free = in_stages(captured, "pp=2,dp=2", 4, schedule="1f1b")
+    plan = in_stages(captured, "pp=2,dp=2", 4, "auto", schedule="1f1b", memory=int(0.95 * free.held.total))
     gathered = [t for t in plan.transfers if any(step.kind == "all_gather" for step in t.steps) and t.gradient]
     assert gathered
+    measured = measured_peaks(plan, model, batch, monkeypatch)
     for group, rank in ((0, 0), (1, 2)):
         held = plan.memory_model.of_stage(plan, plan.optimizer, group)
-        measured = measured_peak(plan, model, batch, monkeypatch, rank=rank)
-        assert measured <= held.total - held.optimizer <= 1.5 * measured
+        assert measured[rank] <= held.total - held.optimizer <= 1.5 * measured[rank]
 
 
 class Placed(nn.Module):
@@ -385,9 +395,8 @@ def test_a_stage_keeps_the_inputs_of_its_own_layers_alone():
     def loss_fn(model, x):
         return model(x).square().mean()
 
-    model, options = nn.Sequential(*(Placed() for _ in range(6))).double(), {"recompute": ("*",), "schedule": "gpipe"}
-    options |= {"microbatches": 2, "hardware": splitting_hardware()}
-    plan = plan_of(model, loss_fn, images()[0], Mesh.parse("pp=2"), "data", **options)
+    captured = captured_step(nn.Sequential(*(Placed() for _ in range(6))).double(), loss_fn, images()[0], {})
+    plan = in_stages(captured, "pp=2", 2, recompute=("*",), schedule="gpipe")
     layers = [{node.scope for node in plan.capture.nodes if plan.stages.of.get(node.name) == at} for at in (0, 1)]
     assert layers[0] == {"0.linear", "0", "1.linear", "1", "2.linear", "2"}
     held = plan.memory_model.of_stage(plan, plan.optimizer, 0)
@@ -396,13 +405,15 @@ def test_a_stage_keeps_the_inputs_of_its_own_layers_alone():
 
 def test_layers_are_recomputed_until_each_stage_fits_its_memory():
     model, batch = decoder.Decoder(layers=4).double(), decoder.batch_of(4, 16)
-    free = plan_of(model, decoder.loss_fn, batch, Mesh.parse("pp=2"), "data", microbatches=2)
-    limit = int(free.held.total * 0.8)
-    plan = held_against_one_device(model, decoder.loss_fn, batch, "pp=2", 2, memory=limit)
+    captured = captured_step(model, decoder.loss_fn, batch, {})
+    usual = PlanRequest(Mesh.parse("pp=2"), "data", microbatches=2)
+    limit = int(make_plan(captured, usual).held.total * 0.8)
+    plan = in_stages(captured, "pp=2", 2, memory=limit)
+    same(run(plan, model, batch), on_one_device(captured, model, batch), 1e-12)
     assert plan.held.total <= limit
     assert plan.recomputed
     with pytest.raises(PlanError, match=r"stage 0 of 2 holds .* more than .* with all of its layers recomputed"):
-        plan_of(model, decoder.loss_fn, batch, Mesh.parse("pp=2"), "data", microbatches=2, memory=limit // 4)
+        make_plan(captured, replace(usual, memory=limit // 4))
 
 
 @pytest.mark.parametrize(
@@ -416,10 +427,9 @@ def test_layers_are_recomputed_until_each_stage_fits_its_memory():
         ("pp=99", {}, r"operators depend on the batch and on parameters, which are no 99 stages"),
     ],
 )
-def test_what_goes_with_no_stages_is_refused(mesh, options, words):
-    model, batch = language()
+def test_what_goes_with_no_stages_is_refused(mesh, options, words, spoken):
     with pytest.raises((PlanError, UsageError), match=words):
-        plan_of(model, language_loss, batch, Mesh.parse(mesh), "data", **options)
+        make_plan(spoken[2], PlanRequest(Mesh.parse(mesh), "data", **options))
 
 
 class Across(nn.Module):
