@@ -128,17 +128,25 @@ def wide(rows=16):
     )
 
 
-def test_a_budget_that_data_parallelism_exceeds_is_kept_and_exact():
+@pytest.fixture(scope="module")
+def widened():
+    """`wide`, the graph of its step, and what one device gives."""
     model, loss_fn, batch = wide()
-    data = plan_of(model, loss_fn, batch, Mesh.of(d=4), "data")
+    captured = captured_step(model, loss_fn, batch, {})
+    return captured, model, batch, run(make.make_plan(captured, PlanRequest(Mesh(()), "single")), model, batch)
+
+
+def test_a_budget_that_data_parallelism_exceeds_is_kept_and_exact(widened):
+    captured, model, batch, expected = widened
+    data = make.make_plan(captured, PlanRequest(Mesh.of(d=4), "data"))
     half = data.held.total // 2
-    plan = plan_of(model, loss_fn, batch, Mesh.of(d=4), "auto", memory=half)
+    plan = make.make_plan(captured, PlanRequest(Mesh.of(d=4), "auto", memory=half))
     assert plan.held.total <= half
     assert plan.bound <= plan.cost
     assert f"of {half / 1000:.1f} kB that it may hold" in str(plan)
-    same(run(plan, model, batch), run(plan_of(model, loss_fn, batch, Mesh(()), "single"), model, batch), 1e-5)
-    plenty = plan_of(model, loss_fn, batch, Mesh.of(d=4), "auto", memory=read_memory("1GiB"))
-    assert plenty.strategies == plan_of(model, loss_fn, batch, Mesh.of(d=4), "auto").strategies
+    same(run(plan, model, batch), expected, 1e-5)
+    plenty = make.make_plan(captured, PlanRequest(Mesh.of(d=4), "auto", memory=read_memory("1GiB")))
+    assert plenty.strategies == make.make_plan(captured, PlanRequest(Mesh.of(d=4), "auto")).strategies
 
 
 @pytest.mark.parametrize("search", ["exact", pytest.param("recursive", marks=pytest.mark.slow)])
@@ -176,9 +184,9 @@ class WithNone(torch.nn.Module):
 
 def test_a_parameter_without_entries_has_no_part_in_a_budget():
     batch = torch.randn(8, 128), torch.randn(8, 256)
-    data = plan_of(WithNone(), mse, batch, Mesh.of(d=2), "data")
-    memory = data.held.total * 7 // 10
-    assert plan_of(WithNone(), mse, batch, Mesh.of(d=2), "auto", memory=memory).held.total <= memory
+    captured = captured_step(WithNone(), mse, batch, {})
+    memory = make.make_plan(captured, PlanRequest(Mesh.of(d=2), "data")).held.total * 7 // 10
+    assert make.make_plan(captured, PlanRequest(Mesh.of(d=2), "auto", memory=memory)).held.total <= memory
 
 
 @pytest.mark.slow
@@ -216,35 +224,38 @@ def test_parameters_are_stored_in_uneven_parts_where_nothing_else_fits(monkeypat
     model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32))
     batch = torch.randn(12, 32), torch.randn(12, 32)
     memory = sum(parameter.nbytes for parameter in model.parameters()) * 4 // 2  # in halves, with gradients and states
-    plan = plan_of(model, mse, batch, Mesh.of(d=6), "auto", memory=memory)
+    captured = captured_step(model, mse, batch, {})
+    plan = make.make_plan(captured, PlanRequest(Mesh.of(d=6), "auto", memory=memory))
     assert plan.held.total <= memory
     matrices = [value for value in plan.capture.of_kind("parameter") if len(value.shape) > 1]
     assert any(plan.bytes_of(value) <= value.bytes / 5 for value in matrices)
     assert plan.bound <= plan.cost
-    same(run(plan, model, batch), run(plan_of(model, mse, batch, Mesh(()), "single"), model, batch), 1e-5)
+    alone = make.make_plan(captured, PlanRequest(Mesh(()), "single"))
+    same(run(plan, model, batch), run(alone, model, batch), 1e-5)
     assert communicated(plan, model, batch, monkeypatch) == planned(plan)
     with pytest.raises(OverBudget, match="no plan was found"):
-        plan_of(model, mse, batch, Mesh.of(d=6), "auto", memory=memory // 2)
+        make.make_plan(captured, PlanRequest(Mesh.of(d=6), "auto", memory=memory // 2))
 
 
 def test_before_a_refusal_a_price_is_tried_at_which_more_counts_and_less_is_held():
     """At the highest price nothing is found that holds less than 185 kB, where small gathers count that go together."""
     model = torch.nn.Sequential(torch.nn.Linear(48, 96), torch.nn.GELU(), torch.nn.Linear(96, 48))
     batch = torch.randn(96, 48), torch.randn(96, 48)
-    options = {"memory": 180_000, "hardware": shipped("h100")}
-    plan = plan_of(model, mse, batch, Mesh.of(d=2), "auto", **options)
+    captured = captured_step(model, mse, batch, {})
+    request = PlanRequest(Mesh.of(d=2), "auto", memory=180_000, hardware=shipped("h100"))
+    plan = make.make_plan(captured, request)
     assert plan.held.total <= plan.memory
     with pytest.raises(OverBudget, match="no plan was found") as over:
-        plan_of(model, mse, batch, Mesh.of(d=2), "auto", **options | {"memory": 150_000})
+        make.make_plan(captured, replace(request, memory=150_000))
     assert 150_000 < over.value.least_bytes <= 180_000
 
 
-def test_an_optimizer_that_keeps_less_leaves_room():
-    model, loss_fn, batch = wide()
-    free = plan_of(model, loss_fn, batch, Mesh.of(d=2), "data", optimizer=OptimizerStates("sgd", 0, 0))
-    assert plan_of(model, loss_fn, batch, Mesh.of(d=2), "data", memory=free.held.total, optimizer=free.optimizer)
+def test_an_optimizer_that_keeps_less_leaves_room(widened):
+    request = PlanRequest(Mesh.of(d=2), "data")
+    free = make.make_plan(widened[0], replace(request, optimizer=OptimizerStates("sgd", 0, 0)))
+    assert make.make_plan(widened[0], replace(request, memory=free.held.total, optimizer=free.optimizer))
     with pytest.raises(PlanError, match=r"holds [\d.]+ kB of parameters, .* of states of adamw, .*mode='auto'"):
-        plan_of(model, loss_fn, batch, Mesh.of(d=2), "data", memory=free.held.total)
+        make.make_plan(widened[0], replace(request, memory=free.held.total))
 
 
 @pytest.mark.parametrize(
@@ -258,9 +269,9 @@ def test_an_optimizer_that_keeps_less_leaves_room():
     ],
     ids=str,
 )
-def test_a_budget_that_nothing_keeps_says_what_the_floor_is(mesh, options):
+def test_a_budget_that_nothing_keeps_says_what_the_floor_is(mesh, options, widened):
     """By kind; and what to type, which is enough. None of the plans that are known by name holds less."""
-    captured = captured_step(*wide(), {})
+    captured = widened[0]
     floor_of_parameters = 16 * 12_876 // mesh.size
     request = PlanRequest(mesh, **{"mode": "auto", **options}, memory=floor_of_parameters + 100)
     with pytest.raises(OverBudget) as raised:
@@ -302,9 +313,9 @@ def test_a_refusal_says_which_part_does_not_fit(held, said):
 
 
 @pytest.mark.parametrize("mode", ["auto", "data"])
-def test_a_refusal_names_more_than_the_limit_whatever_the_limit_is(mode):
+def test_a_refusal_names_more_than_the_limit_whatever_the_limit_is(mode, widened):
     """At limits from what parameters alone take to all that is held."""
-    captured = captured_step(*wide(), {})
+    captured = widened[0]
     request = PlanRequest(Mesh.of(d=2), mode)
     most, refused = make.make_plan(captured, request).held.total, {}
     for limit in range(most // 4, most, most // 12):
@@ -343,7 +354,7 @@ def test_a_refusal_counts_what_modules_take_whose_recomputing_is_demanded():
     assert over.value.least_bytes > request.memory
 
 
-def test_what_no_plan_can_hold_is_refused_before_a_search(monkeypatch):
+def test_what_no_plan_can_hold_is_refused_before_a_search(monkeypatch, widened):
     """By parameters, gradients and states alone: 12,876 parameters of sixteen bytes."""
     monkeypatch.setattr(mesh_search, "search", None)
     match = (
@@ -352,7 +363,7 @@ def test_what_no_plan_can_hold_is_refused_before_a_search(monkeypatch):
         r"4 devices, .*; type a larger memory= \(--memory\), at least 11 devices, "
     )
     with pytest.raises(PlanError, match=match):
-        plan_of(*wide(), Mesh.of(d=4), "auto", memory=20_000)
+        make.make_plan(widened[0], PlanRequest(Mesh.of(d=4), "auto", memory=20_000))
 
 
 @pytest.mark.networks
@@ -504,15 +515,16 @@ def test_choices_are_divided_where_a_gap_is_left_and_from_the_price_between_the_
 
 
 @pytest.mark.parametrize("search", ["recursive", "propagation"])
-def test_other_searches_keep_a_budget_and_are_exact(search):
-    model, loss_fn, batch = wide()
-    half = plan_of(model, loss_fn, batch, Mesh.of(d=4), "data").held.total // 2
-    plan = plan_of(model, loss_fn, batch, Mesh.of(a=2, b=2), "auto", search=search, memory=half)
+def test_other_searches_keep_a_budget_and_are_exact(search, widened):
+    captured, model, batch, expected = widened
+    half = make.make_plan(captured, PlanRequest(Mesh.of(d=4), "data")).held.total // 2
+    request = PlanRequest(Mesh.of(a=2, b=2), "auto", search, memory=half)
+    plan = make.make_plan(captured, request)
     assert plan.search == search
     assert plan.held.total <= half
-    same(run(plan, model, batch), run(plan_of(model, loss_fn, batch, Mesh(()), "single"), model, batch), 1e-5)
+    same(run(plan, model, batch), expected, 1e-5)
     with pytest.raises(PlanError, match="no plan was found under which a device holds 1 B or less"):
-        plan_of(model, loss_fn, batch, Mesh.of(a=2, b=2), "auto", search=search, memory=1)
+        make.make_plan(captured, replace(request, memory=1))
 
 
 def trained_in_parts():
