@@ -21,7 +21,7 @@ from typing import Any
 from shardwright.errors import UsageError
 from shardwright.launch.hosts.port import lease_port
 
-# With what test files import, and searches, trainers and groups on their first use; `warm` captures once.
+# With what test files import, and searches, trainers and groups on their first use; `warm` captures a few networks.
 PRELOAD = [
     "torch", "torch.distributed", "numpy", "torch.distributed.tensor", "torch.export", "torch._dynamo",
     "torch._export.passes", "torch._functorch.aot_autograd", "torch.export._trace", "shardwright.runtime.parallel",
@@ -59,8 +59,9 @@ def given_port() -> int:
 
 # Before any test has changed it for itself: ranks of all later tests have the environment of the first that starts any.
 _ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-_PATH = _ENVIRONMENT.get("PYTHONPATH")  # of the ranks; the fork server finds `warm`, too
-_ENVIRONMENT["PYTHONPATH"] = os.pathsep.join(filter(None, [os.path.join(os.path.dirname(__file__), "files"), _PATH]))
+_PATH = _ENVIRONMENT.get("PYTHONPATH")  # of the ranks; the fork server finds `warm` and `models`, too
+_HERE = os.path.dirname(__file__)
+_ENVIRONMENT["PYTHONPATH"] = os.pathsep.join(filter(None, [_HERE, os.path.join(_HERE, "files"), _PATH]))
 
 
 @contextlib.contextmanager
