@@ -29,8 +29,14 @@ def rows(published):
 
 
 @pytest.fixture(scope="module")
-def eager_and_compiled(published, rows):
-    return [published.predicted(run) for run in rows]
+def plans_of_rows(published, rows):
+    """The plans of each row for a model of one and of two layers."""
+    return [[published.plan_of(run, layers) for layers in (1, 2)] for run in rows]
+
+
+@pytest.fixture(scope="module")
+def eager_and_compiled(published, rows, plans_of_rows):
+    return [published.predicted(run, plans) for run, plans in zip(rows, plans_of_rows, strict=True)]
 
 
 def test_a_step_is_predicted_with_and_without_fused_operators(published, rows, eager_and_compiled):
@@ -41,9 +47,8 @@ def test_a_step_is_predicted_with_and_without_fused_operators(published, rows, e
     assert eager - compiled == pytest.approx(gained, rel=0.25)
 
 
-def test_what_is_computed_again_and_what_is_stored_where_is_counted(published, rows, eager_and_compiled):
-    run, some = rows[1], eager_and_compiled[1]
-    plans = [published.plan_of(run, layers) for layers in (1, 2)]
+def test_what_is_computed_again_and_what_is_stored_where_is_counted(published, rows, plans_of_rows, eager_and_compiled):
+    run, plans, some = rows[1], plans_of_rows[1], eager_and_compiled[1]
     nothing, all_but_the_end = (
         published.predicted(replace(run, again=again), plans) for again in ("nothing", "layers but their end")
     )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -154,17 +155,23 @@ def batch_of(rows):
     return torch.randn(rows, 8, generator=g, dtype=torch.float64), torch.randint(0, 5, (rows,), generator=g)
 
 
+@cache
+def captured(name):
+    """A model, its batch, its graph, which all plans of it share, and what plain PyTorch gives."""
+    torch.manual_seed(0)
+    make, loss_fn = PROGRAMS[name]
+    model, batch = make().double(), batch_of(6)
+    return model, batch, captured_step(model, loss_fn, batch, {}), plain(model, loss_fn, batch)
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize(
     "kind",
     ["data", "split", "both", *(pytest.param(k, marks=pytest.mark.slow) for k in ("auto", "recomputed", "gathered"))],
 )
 def test_all_ranks_make_the_same_calls_and_the_numbers_are_those_of_one_device(name, kind):
-    torch.manual_seed(0)
-    make, loss_fn = PROGRAMS[name]
-    model, batch = make().double(), batch_of(6)
-    plan = planned(captured_step(model, loss_fn, batch, {}), kind)
-    expected = plain(model, loss_fn, batch)
+    model, batch, graph, expected = captured(name)
+    plan = planned(graph, kind)
     for bucket_bytes in (1, None):
         found = run(plan, model, batch, bucket_bytes=bucket_bytes)
         same(found, {name: x for name, x in expected.items() if name in found or name.startswith("gradient")})

@@ -9,10 +9,13 @@ from torch import nn
 import shardwright as sw
 from models import NETWORKS, Transformer, next_token
 from ranks import run_ranks
+from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.lower.recomputed import recomputed
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.plan.device_memory import device_memory_of
+from shardwright.compiler.plan.make import make_plan
 from shardwright.compiler.plan.pricing.memory import ADAMW
+from shardwright.compiler.plan.request import PlanRequest
 from shardwright.errors import LoweringError, PlanError, UsageError
 from whole import communicated, losses_of, measuring, plan_of, planned, run, same
 
@@ -36,8 +39,9 @@ def check(plan, kept, model, batch, monkeypatch):
 def test_layers_are_computed_again_with_the_same_random_numbers(monkeypatch):
     torch.manual_seed(0)
     model, batch = Transformer(), BATCH(8)
-    kept = plan_of(model, next_token, batch, Mesh.of(d=2), "data")
-    plan = plan_of(model, next_token, batch, Mesh.of(d=2), "data", recompute=("layers.*",))
+    captured = captured_step(model, next_token, batch, {})
+    kept = make_plan(captured, PlanRequest(Mesh.of(d=2), "data"))
+    plan = make_plan(captured, PlanRequest(Mesh.of(d=2), "data", recompute=("layers.*",)))
     assert plan.recomputed == {"layers.0", "layers.1"}
     assert plan.held.activations < 0.2 * kept.held.activations
     check(plan, kept, model, batch, monkeypatch)

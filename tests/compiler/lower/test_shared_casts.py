@@ -66,25 +66,31 @@ def layered():
     return Layered(), torch.randn(32, 16)
 
 
+@pytest.fixture(scope="module")
+def captured():
+    """A model, its batch, and the graph of a step in half precision."""
+    model, batch = layered()
+    return model, batch, captured_step(model, in_half(squared), batch, {})
+
+
 def casts_of(capture):
     """How often each value is cast to each dtype, by the layer in which that is."""
     casts = [node for node in capture.nodes if row_of(node.op).casts]
     return Counter((node.call, node.operands, node.scope[:8]) for node in casts)
 
 
-def test_each_value_is_cast_once():
-    model, given = layered()
-    capture = captured_step(model, in_half(squared), given, {})
+def test_each_value_is_cast_once(captured):
+    _, _, capture = captured
     assert set(casts_of(capture).values()) == {1}
     [memory] = {name for node in capture.nodes if "tanh" in node.op for name in node.results}
     assert len([node for node in capture.nodes if row_of(node.op).casts and memory in node.operands]) == 2  # by layer
 
 
-def test_gradients_are_summed_as_plain_pytorch_sums_them():
+def test_gradients_are_summed_as_plain_pytorch_sums_them(captured):
     """To the last bit. Summed in bf16 most of them differ."""
-    model, batch = layered()
+    model, batch, capture = captured
     expected = plain(model, in_half(squared), batch)
-    plan = make_plan(captured_step(model, in_half(squared), batch, {}), ONE)
+    plan = make_plan(capture, ONE)
     assert sum(one.kind == "shared" for one in lower(plan, 0).instructions) == 4
     found = run(plan, model, batch)
     for name in expected:
@@ -119,9 +125,8 @@ def test_what_is_returned_shares_its_memory_with_nothing():
 
 
 @pytest.mark.parametrize("mode", [pytest.param("data", marks=pytest.mark.slow), "auto"])
-def test_shared_casts_under_plans_with_recomputation(mode):
-    model, batch = layered()
-    capture = captured_step(model, in_half(squared), batch, {})
+def test_shared_casts_under_plans_with_recomputation(mode, captured):
+    model, batch, capture = captured
     expected = plain(model, in_half(squared), batch)
     for recompute in ((), ("layers.*",), ("layers.*.up",)):
         search = {} if mode == "data" else {"search": "propagation"}
@@ -131,18 +136,17 @@ def test_shared_casts_under_plans_with_recomputation(mode):
             torch.testing.assert_close(once[name], expected[name], rtol=0.05, atol=2e-3)
 
 
-def test_shared_casts_are_compiled():
-    model, batch = layered()
-    plan = make_plan(captured_step(model, in_half(squared), batch, {}), ONE)
+def test_shared_casts_are_compiled(captured):
+    model, batch, capture = captured
+    plan = make_plan(capture, ONE)
     once = run(plan, model, batch)
     compiled = run(plan, model, batch, compiler=Compiler(says=False, backend="aot_eager"))
     for name in once:
         torch.testing.assert_close(compiled[name], once[name], rtol=1e-5, atol=1e-6)
 
 
-def test_what_is_moved_is_moved_once():
-    model, batch = layered()
-    capture = captured_step(model, in_half(squared), batch, {})
+def test_what_is_moved_is_moved_once(captured):
+    _, _, capture = captured
     plan = make_plan(capture, PlanRequest(Mesh.of(d=2), "auto", search="propagation"))
     moved = Counter((p.cause, p.direction, p.collective.kind) for p in plan.collectives())
     shared = [name for name, value in capture.values.items() if value.shared]

@@ -4,15 +4,22 @@ import pytest
 import torch
 
 from models import NETWORKS
+from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.mesh.mesh import Mesh
+from shardwright.compiler.plan.make import make_plan
+from shardwright.compiler.plan.request import PlanRequest
 from shardwright.errors import UsageError
-from whole import plan_of, run, same
+from whole import run, same
 
 
+@pytest.fixture(scope="module")
 def network():
+    """A model and its batch, the graph of their step, and what one device gives."""
     make, loss_fn, batch_of = NETWORKS["perceptron"]
     torch.manual_seed(0)
-    return make(), loss_fn, batch_of(24)
+    model, batch = make(), batch_of(24)
+    captured = captured_step(model, loss_fn, batch, {})
+    return model, batch, captured, run(make_plan(captured, PlanRequest(Mesh(()), "single")), model, batch)
 
 
 @pytest.mark.parametrize(
@@ -25,12 +32,12 @@ def network():
     ],
 )
 @pytest.mark.parametrize("mode", ["data", "auto"])
-def test_inputs_come_as_the_user_says(mode, inputs, slices):
-    model, loss_fn, batch = network()
-    plan = plan_of(model, loss_fn, batch, Mesh.of(d=4), mode, inputs=inputs)
+def test_inputs_come_as_the_user_says(mode, inputs, slices, network):
+    model, batch, captured, expected = network
+    plan = make_plan(captured, PlanRequest(Mesh.of(d=4), mode, inputs=inputs))
     given = {value.label: plan.leaves[value.name].slices(plan.mesh) for value in plan.capture.of_kind("input")}
     assert given == slices
-    same(run(plan, model, batch), run(plan_of(model, loss_fn, batch, Mesh(()), "single"), model, batch), 1e-5)
+    same(run(plan, model, batch), expected, 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +49,6 @@ def test_inputs_come_as_the_user_says(mode, inputs, slices):
         ("rows", "inputs is 'split', 'whole' or a mapping"),
     ],
 )
-def test_inputs_that_cannot_be_are_refused(inputs, message):
-    model, loss_fn, batch = network()
+def test_inputs_that_cannot_be_are_refused(inputs, message, network):
     with pytest.raises(UsageError, match=message):
-        plan_of(model, loss_fn, batch, Mesh.of(d=4), "auto", inputs=inputs)
+        make_plan(network[2], PlanRequest(Mesh.of(d=4), "auto", inputs=inputs))

@@ -3,8 +3,11 @@
 import pytest
 import torch
 
+from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.plan import mesh_search
+from shardwright.compiler.plan.make import make_plan
+from shardwright.compiler.plan.request import PlanRequest
 from shardwright.compiler.plan.search.exact import TooWide
 from shardwright.compiler.plan.searches import SEARCHES
 from shardwright.errors import PlanError, UsageError
@@ -19,9 +22,18 @@ def square(model, batch):
     return model(*batch).square().mean()
 
 
+@pytest.fixture(scope="module")
+def quick_start():
+    """The quick start's model and batch, the graph of their step, and what one device gives."""
+    torch.manual_seed(0)
+    model, batch = TwoMatmuls(16, 8).double(), (torch.randn(16, 16, dtype=torch.float64),)
+    captured = captured_step(model, square, batch, {})
+    return model, batch, captured, run(make_plan(captured, PlanRequest(Mesh(()), "single")), model, batch)
+
+
 @pytest.fixture
-def plan(monkeypatch):
-    """`plan_of` the quick start, where a search is too wide on more than so many axes."""
+def plan(monkeypatch, quick_start):
+    """Plans the quick start, where a search is too wide on more than so many axes."""
 
     def planned(most, mesh=EIGHT, **options):
         def search(space, objective, budget, below, known, built=None):
@@ -30,10 +42,9 @@ def plan(monkeypatch):
             return SEARCH(space, objective)
 
         monkeypatch.setattr(mesh_search, "search", search)
-        torch.manual_seed(0)
-        model, batch = TwoMatmuls(16, 8).double(), (torch.randn(16, 16, dtype=torch.float64),)
-        found = plan_of(model, square, batch, mesh, "auto", **options)
-        same(run(found, model, batch), run(plan_of(model, square, batch, Mesh(()), "single"), model, batch))
+        model, batch, captured, expected = quick_start
+        found = make_plan(captured, PlanRequest(mesh, "auto", **options))
+        same(run(found, model, batch), expected)
         return found
 
     return planned

@@ -1,15 +1,19 @@
 """Data parallelism between hosts: each rank looks up the rows of all in what is much larger than they are."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.mesh.mesh import Mesh
+from shardwright.compiler.plan.make import make_plan
 from shardwright.compiler.plan.pricing.hardware import shipped
-from whole import plain, plan_of, run
+from shardwright.compiler.plan.request import PlanRequest
+from whole import plain, run
 
 WORDS, WIDTH, LENGTH = 400, 6, 3
 
@@ -28,16 +32,23 @@ class Tied(nn.Module):
         return self.out(torch.tanh(self.inner(self.words(words) + self.places(torch.arange(LENGTH)))))
 
 
-def planned(rows, ranks, apart=False, padding=None, hosts=True):
+def loss_fn(model, batch):
+    return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+
+@cache
+def captured(rows, apart, padding):
+    """A model, its batch and its graph, which all plans of them share."""
     torch.manual_seed(rows)
     model = Tied(apart, padding).double()
     batch = torch.randint(WORDS, (rows, LENGTH)), torch.randint(WORDS, (rows, LENGTH))
+    return model, batch, captured_step(model, loss_fn, batch, {})
 
-    def loss_fn(model, batch):
-        return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
 
+def planned(rows, ranks, apart=False, padding=None, hosts=True):
     hardware = replace(shipped("cpu_host_shm"), ranks_per_host=2 if hosts else None)
-    return plan_of(model, loss_fn, batch, Mesh.of(ranks=ranks), "data", hardware=hardware), model, loss_fn, batch
+    model, batch, graph = captured(rows, apart, padding)
+    return make_plan(graph, PlanRequest(Mesh.of(ranks=ranks), "data", hardware=hardware)), model, batch
 
 
 def reduced(plan):
@@ -50,7 +61,7 @@ def reduced(plan):
 @pytest.mark.parametrize(("apart", "padding"), [(False, None), (True, 1)])
 def test_gradients_are_those_of_one_device(ranks, apart, padding):
     """Also of rows that do not divide evenly, and where some ranks have none."""
-    plan, model, loss_fn, batch = planned(4, ranks, apart, padding)
+    plan, model, batch = planned(4, ranks, apart, padding)
     found, expected = run(plan, model, batch), plain(model, loss_fn, batch)
     assert found.keys() == expected.keys()
     for name, value in expected.items():

@@ -52,14 +52,20 @@ def graph_of(model, batch, pins=None):
     return RuledGraph.of(captured_step(model, distance, batch, pins or {}))
 
 
+@pytest.fixture(scope="module")
+def graph(model):
+    """That of a batch of 8 rows, without pins."""
+    return graph_of(model, batch_of(8))
+
+
 @pytest.mark.parametrize(
     ("make", "name"),
     [(data_parallel, "dp"), (fully_sharded, "fsdp"), (tensor_parallel, "tp")],
     ids=["dp", "fsdp", "tp"],
 )
-def test_the_plans_that_are_known_by_name_have_that_axis(model, make, name):
+def test_the_plans_that_are_known_by_name_have_that_axis(model, graph, make, name):
     batch = batch_of(8)
-    plan = make(graph_of(model, batch), PlanRequest(EIGHT, hardware=H100))
+    plan = make(graph, PlanRequest(EIGHT, hardware=H100))
     assert str(plan.mesh) == f"{name}=8"
     assert str(plan).splitlines()[0].endswith(f"mesh {name}=8, 8 devices")
     assert plan_summary(plan, H100).mesh == {name: 8}
@@ -100,16 +106,14 @@ def test_axes_of_one_role_are_numbered_and_none_is_lost(model):
     assert again == (["tp"] if len(again) == 1 else [f"tp.{i}" for i in range(len(again))])
 
 
-def test_axes_that_a_user_named_keep_their_names(model):
-    graph = graph_of(model, batch_of(8))
+def test_axes_that_a_user_named_keep_their_names(graph):
     for mesh in (Mesh.of(rows=2, columns=4), Mesh.of(devices=8)):
         plan = make_plan(graph.capture, PlanRequest(mesh, hardware=H100))
         assert {name.split(".")[0] for name in plan.mesh.names} <= set(mesh.names)
         assert plan_summary(plan, H100).mesh == mesh.sizes
 
 
-def test_a_plan_for_other_sizes_and_one_from_a_file_keep_the_names(model):
-    graph = graph_of(model, batch_of(8))
+def test_a_plan_for_other_sizes_and_one_from_a_file_keep_the_names(model, graph):
     plan = make_plan(graph.capture, PlanRequest(EIGHT, hardware=H100))
     assert Plan.from_json(plan.to_json(), graph) == plan
     assert "ranks." not in json.dumps(json.loads(plan.to_json())["strategies"])
@@ -119,14 +123,13 @@ def test_a_plan_for_other_sizes_and_one_from_a_file_keep_the_names(model):
     assert later.mesh == plan.mesh
 
 
-def test_an_axis_over_which_nothing_is_split_keeps_its_name(model):
-    plan = make_plan(graph_of(model, batch_of(8)).capture, PlanRequest(EIGHT, "single", hardware=H100))
+def test_an_axis_over_which_nothing_is_split_keeps_its_name(graph):
+    plan = make_plan(graph.capture, PlanRequest(EIGHT, "single", hardware=H100))
     assert axis_roles(plan) == ("ranks",)
     assert str(plan.mesh) == "ranks=8"
 
 
-def test_a_plan_for_an_earlier_ones_mesh_keeps_its_names_also_where_that_one_split_nothing(model):
-    captured = captured_step(model, distance, batch_of(8), {})
+def test_a_plan_for_an_earlier_ones_mesh_keeps_its_names_also_where_that_one_split_nothing(graph):
     request = PlanRequest(EIGHT, "data")
-    assert make_plan(captured, request).mesh.names == ("dp",)
-    assert make_plan(captured, replace(request, axes=EIGHT)).mesh.names == ("ranks",)
+    assert make_plan(graph.capture, request).mesh.names == ("dp",)
+    assert make_plan(graph.capture, replace(request, axes=EIGHT)).mesh.names == ("ranks",)

@@ -1,6 +1,7 @@
 """The communication of a step that is hidden: what begins early, what is waited for, and that programs do the same."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -23,14 +24,19 @@ H100 = shipped("h100")
 KEPT = frozenset[str]()
 
 
-def sharded(rows=ROWS, hardware=H100, recompute=(), again=None, between=nn.Identity):
-    """Layers whose parameters are stored in parts by 8 devices; with ``again`` none is gathered again."""
+@cache
+def captured(rows, between):
+    """The graph of layers, which all plans of them share."""
     with torch.device("meta"):
         layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), between()) for _ in range(LAYERS)]
         model, batch = nn.Sequential(*layers).bfloat16(), torch.ones(rows, WIDTH, dtype=torch.bfloat16)
-        captured = captured_step(model, lambda m, x: m(x).sum(), batch, {})
-    mesh = Mesh.of(d=8)
-    plan = fully_sharded(RuledGraph.of(captured), PlanRequest(mesh, hardware=hardware, recompute=recompute))
+        return captured_step(model, lambda m, x: m(x).sum(), batch, {})
+
+
+def sharded(rows=ROWS, hardware=H100, recompute=(), again=None, between=nn.Identity):
+    """Layers whose parameters are stored in parts by 8 devices; with ``again`` none is gathered again."""
+    graph, mesh = RuledGraph.of(captured(rows, between)), Mesh.of(d=8)
+    plan = fully_sharded(graph, PlanRequest(mesh, hardware=hardware, recompute=recompute))
     plan = replace(plan, hardware=hardware) if again is None else replace(plan, hardware=hardware, again=again)
     return plan, Prices(plan, hardware)
 

@@ -1,6 +1,7 @@
 """Samples, tokens and the flops of a model, by which a utilisation is known."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -41,15 +42,16 @@ def loss_fn(model, ids):
     return F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
 
 
-def captured(model=None):
-    return captured_step(model or Net(), loss_fn, torch.zeros(ROWS, LENGTH, dtype=torch.long), {})
+@cache
+def captured():
+    return captured_step(Net(), loss_fn, torch.zeros(ROWS, LENGTH, dtype=torch.long), {})
 
 
 def test_the_flops_of_a_model_are_those_that_torch_counts():
     model, ids = Net(), torch.zeros(ROWS, LENGTH, dtype=torch.long)
     with FlopCounterMode(display=False) as counted, nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):
         loss_fn(model, ids).backward()
-    assert model_flops(RuledGraph.of(captured(model))) == counted.get_total_flops()
+    assert model_flops(RuledGraph.of(captured())) == counted.get_total_flops()
 
 
 def test_tokens_are_the_indices_that_a_table_is_read_by_and_a_batch_of_numbers_has_none():
