@@ -101,7 +101,7 @@ def verified_with_defects():
         with pytest.MonkeyPatch.context() as patch:
             sw.init()
             defect(patch)
-            found[defect.__name__] = verified(name, 24, options | {"steps": 1, "dtypes": ("float64",)})
+            found[defect.__name__] = verified(name, 8, options | {"steps": 1, "dtypes": ("float64",)})
     return found
 
 

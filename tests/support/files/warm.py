@@ -10,8 +10,10 @@ from models import NETWORKS
 from shardwright.compiler.capture.step import captured_step
 from shardwright.runtime.programs.plan_cache import planner_digest
 
-for make, loss_fn, batch_of in NETWORKS.values():
-    with torch.device("meta"):
-        model = make()
-    captured_step(model.to_empty(device="cpu"), loss_fn, batch_of(8), {})
+for dtype in (torch.float64, torch.float32):  # the one of many tests, and the usual one, which stays
+    torch.set_default_dtype(dtype)
+    for make, loss_fn, batch_of in NETWORKS.values():
+        with torch.device("meta"):
+            model = make()
+        captured_step(model.to_empty(device="cpu"), loss_fn, batch_of(8), {})
 planner_digest()
