@@ -52,7 +52,7 @@ def pytest_collection_finish() -> None:
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)  # of several workers; the threads of one would wait for cores that others have
     gc.freeze()  # what is imported by now lives on, and a collection that looks through it takes a third of a second
-    gc.set_threshold(50_000, 20, 20)  # captures leave few cycles, and looking for these took a twelfth of the time
+    gc.set_threshold(50_000, 20, 20)  # captures leave few cycles; looking for these took 7 % of the time of tests
     gc.enable()
 
 

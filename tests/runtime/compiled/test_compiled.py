@@ -4,6 +4,7 @@ import itertools
 import re
 import warnings
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -41,16 +42,18 @@ def dropping():
     return nn.Sequential(nn.Flatten(), nn.Linear(24, 16), nn.GELU(), nn.Dropout(0.3), nn.Linear(16, 12))
 
 
-def network(name, rows=6):
-    make, loss_fn, batch = NETWORKS[name]
+@cache
+def planned(name, mode):
+    """A network in float64, its batch, and its plan for two ranks."""
+    make, loss_fn, batch_of = NETWORKS[name]
     make = dropping if name == "perceptron" else make
     torch.manual_seed(0)
-    return make(), loss_fn, batch(rows)
+    model, batch = make(), batch_of(6)
+    return model, batch, plan_of(model, loss_fn, batch, Mesh.of(d=2), mode)
 
 
 def test_a_stretch_stands_between_two_collectives(float64):
-    model, loss_fn, batch = network("perceptron")
-    program = lower(plan_of(model, loss_fn, batch, Mesh.of(d=2), "data"), 0)
+    program = lower(planned("perceptron", "data")[2], 0)
     running, stretches = in_stretches(program)
     assert running.collectives() == program.collectives()
     assert len(stretches) >= 1
@@ -84,8 +87,7 @@ def test_on_a_gpu_a_whole_step_of_one_device_is_one_stretch(device, rest):
     [("perceptron", "data"), pytest.param("transformer", "auto", marks=pytest.mark.slow)],
 )
 def test_a_compiled_program_gives_the_same(float64, capfd, name, mode):
-    model, loss_fn, batch = network(name)
-    plan = plan_of(model, loss_fn, batch, Mesh.of(d=2), mode)
+    model, batch, plan = planned(name, mode)
     expected = run(plan, model, batch, seed=5)
     same(run(plan, model, batch, seed=5, compiler=Compiler(says=True, backend=EARLY)), expected)
     said = capfd.readouterr().err.splitlines()
@@ -96,8 +98,7 @@ def test_a_compiled_program_gives_the_same(float64, capfd, name, mode):
 
 @pytest.mark.filterwarnings("default")
 def test_code_that_gives_other_numbers_is_not_used(float64):
-    model, loss_fn, batch = network("perceptron")
-    plan = plan_of(model, loss_fn, batch, Mesh.of(d=2), "data")
+    model, batch, plan = planned("perceptron", "data")
     expected = run(plan, model, batch)
     with pytest.warns(NotCompiled, match="run uncompiled: the compiled code gives other results, which deviate by"):
         same(run(plan, model, batch, compiler=Wrong(says=False)), expected)

@@ -1,6 +1,7 @@
 """All-gathers of parameters run beside computing, and so do the reduce-scatters of their gradients."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -61,20 +62,26 @@ def in_half(model, batch):
     return F.mse_loss(found.float(), batch[1])
 
 
+@cache
 def network(width=64, layers=2, rows=8, dtype=torch.float64):
     torch.manual_seed(0)
     model = Blocks(width, layers).to(dtype)
     return model, (torch.randn(rows, width, dtype=dtype), torch.randn(rows, width, dtype=dtype))
 
 
+@cache
+def graph_of(model, batch, of=loss_fn):
+    """The graph of a network, which all plans of it share: by the objects that `network` gives."""
+    return RuledGraph.of(captured_step(model, of, batch, {}))
+
+
 def sharded(model, batch, ranks, of=loss_fn, **options):
-    graph = RuledGraph.of(captured_step(model, of, batch, {}))
-    return replace(fully_sharded(graph, PlanRequest(Mesh.of(d=ranks))), **options)
+    return replace(fully_sharded(graph_of(model, batch, of), PlanRequest(Mesh.of(d=ranks))), **options)
 
 
 def partly_sharded(model, batch, of=loss_fn):
     """Rows of the batch are split over both axes of the mesh, and parameters over the second one."""
-    graph = RuledGraph.of(captured_step(model, of, batch, {}))
+    graph = graph_of(model, batch, of)
     plan, mesh = data_parallel(graph, PlanRequest(Mesh.of(d=4))), Mesh.of(a=2, b=2)
 
     def over(layout):

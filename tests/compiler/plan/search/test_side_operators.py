@@ -12,7 +12,7 @@ from shardwright.compiler.plan.make import make_plan
 from shardwright.compiler.plan.pricing.hardware import read_hardware
 from shardwright.compiler.plan.request import PlanRequest
 from shardwright.compiler.plan.search import search as searching
-from whole import like_plain, plan_of, run, same
+from whole import like_plain, run, same
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,8 @@ from whole import like_plain, plan_of, run, same
 def test_a_plan_with_side_operators_the_rest_gives_what_one_device_gives(mesh, method):
     torch.manual_seed(0)
     model, batch = Decoder().double(), batch_of(6, 8)
-    plan = plan_of(model, loss_fn, batch, mesh, "auto", search=method)
+    captured = captured_step(model, loss_fn, batch, {})
+    plan = make_plan(captured, PlanRequest(mesh, "auto", method))
     beside = searching.side_operators(
         searching.Space(plan.graph, plan.mesh, {}, {k: (v,) for k, v in plan.leaves.items()}, {})
     )
@@ -36,7 +37,7 @@ def test_a_plan_with_side_operators_the_rest_gives_what_one_device_gives(mesh, m
     assert names >= {"arange", "cos", "sin", "__and__"}
     assert plan.bound <= plan.cost
     assert f"(gap {(plan.cost - plan.bound) / plan.cost:.2%})" in str(plan)
-    same(run(plan, model, batch), run(plan_of(model, loss_fn, batch, Mesh(()), "single"), model, batch))
+    same(run(plan, model, batch), run(make_plan(captured, PlanRequest(Mesh(()), "single")), model, batch))
 
 
 @pytest.mark.parametrize("hardware", ["cpu", pytest.param("h100", marks=pytest.mark.slow)])
