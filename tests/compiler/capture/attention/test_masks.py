@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from equals_eager import assert_equals_eager
+from shardwright.compiler.capture.capture import capture
 from shardwright.compiler.capture.ir import Capture
+from shardwright.compiler.capture.rewrite import rewrite
 from shardwright.compiler.capture.rewriting.masks import ATTENTION, mask_of
 from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.mesh.mesh import Mesh
@@ -286,10 +288,11 @@ def test_padding_that_a_batch_does_not_have_leaves_no_mask(name):
     torch.manual_seed(0)
     model, batch = transformers_model(name).double().eval(), tokens(attention_mask=torch.ones(6, 12, dtype=torch.int64))
     place = list(batch).index("attention_mask")
-    unknown = captured_step(model, language_loss, batch, {}, "fine-tuning")
+    traced = capture(model, language_loss, batch, "fine-tuning")
+    unknown = rewrite(traced)
     assert kinds(unknown) == ["other"] * 2
     assert unknown.conditions == (frozenset() if name == "mistral" else {(place, 1)})
-    known = captured_step(model, language_loss, batch, {}, "fine-tuning", filled={(0, 1), (place, 1), (place, 0)})
+    known = rewrite(traced, filled={(0, 1), (place, 1), (place, 0)})
     assert kinds(known) == ["other" if name == "mistral" else "causal"] * 2
     assert (known.conditions, known.filled) == (unknown.conditions, unknown.conditions)
     assert_equals_eager(known, model, language_loss, batch, tolerance=1e-6)
@@ -303,11 +306,12 @@ def test_masks_that_say_what_is_hidden_hide_nothing_where_they_are_0():
     def encoded(model, batch):
         return model(batch[0], src_key_padding_mask=batch[1]).square().sum()
 
-    assert captured_step(layer, encoded, batch, {}).conditions == {(1, 0)}
-    known = captured_step(layer, encoded, batch, {}, filled={(1, 0)})
+    traced = capture(layer, encoded, batch)
+    assert rewrite(traced).conditions == {(1, 0)}
+    known = rewrite(traced, filled={(1, 0)})
     assert kinds(known) == ["none"]
     assert_equals_eager(known, layer, encoded, batch)
-    assert kinds(captured_step(layer, encoded, batch, {}, filled={(1, 1)})) == ["other"]
+    assert kinds(rewrite(traced, filled={(1, 1)})) == ["other"]
 
 
 def test_tokens_are_not_looked_at_for_what_is_padding_among_them():
@@ -333,8 +337,9 @@ def test_a_mask_of_two_inputs_is_left_out_where_both_are_known():
 
     model = Twice().double()
     batch = (torch.randn(3, KEYS, 8, dtype=torch.float64), *torch.ones(2, 3, KEYS, dtype=torch.bool))
+    traced = capture(model, loss_fn, batch)
     for filled, expected in (({(1, 1)}, "other"), ({(1, 1), (2, 1)}, "none"), ({(1, 0), (2, 1)}, "other")):
-        captured = captured_step(model, loss_fn, batch, {}, filled=filled)
+        captured = rewrite(traced, filled=filled)
         assert kinds(captured) == [expected]
         assert captured.conditions == {(1, 1), (2, 1)}
         assert_equals_eager(captured, model, loss_fn, batch)

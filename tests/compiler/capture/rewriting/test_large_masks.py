@@ -6,6 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from equals_eager import assert_equals_eager
+from shardwright.compiler.capture.capture import capture
+from shardwright.compiler.capture.rewrite import rewrite
 from shardwright.compiler.capture.rewriting import known, large_masks
 from shardwright.compiler.capture.rewriting.masks import ATTENTION, mask_of
 from shardwright.compiler.capture.step import captured_step
@@ -29,8 +31,12 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(query, key, value, mask).square().sum()
 
 
-def attention_of(model):
-    captured = captured_step(model, lambda model, batch: model(batch), torch.randn(2, LENGTH, 4), {})
+def traced(model):
+    return capture(model, lambda model, batch: model(batch), torch.randn(2, LENGTH, 4))
+
+
+def attention_of(graph):
+    captured = rewrite(graph)
     [attention] = [node for node in captured.nodes if ATTENTION.of(node.op)]
     return captured, attention
 
@@ -59,19 +65,20 @@ MASKS = {
 @pytest.mark.parametrize("name", MASKS)
 def test_a_mask_that_is_not_worked_out_is_known_by_its_parts(name, monkeypatch):
     mask, kind = MASKS[name]
+    graph = traced(Attention(mask))
     monkeypatch.setattr(large_masks, "LARGE", 0)
     monkeypatch.setattr(known, "MOST_BYTES", LENGTH * 8)  # a row of numbers, and no mask
-    _, attention = attention_of(Attention(mask))
+    _, attention = attention_of(graph)
     assert (mask_of(attention) is None) == (kind != "other")
     assert (attention.args[5:] == (True,)) == (kind == "causal")
     # Worked out, it is of the same kind.
     monkeypatch.undo()
-    assert attention_of(Attention(mask))[1].args == attention.args
+    assert attention_of(graph)[1].args == attention.args
 
 
 def test_a_join_with_an_empty_cache_is_left_out():
     model = Attention(lambda i, j: j <= i, lambda x: torch.zeros(0))
-    captured, _ = attention_of(model)
+    captured, _ = attention_of(traced(model))
     assert not [node for node in captured.nodes if node.op == "aten.cat.default"]
     x = torch.randn(2, LENGTH, 4)
     assert_equals_eager(captured, model, lambda model, batch: model(batch), x)
