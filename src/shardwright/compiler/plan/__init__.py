@@ -4,6 +4,7 @@ Variables (`search.problem.Problem`)
     s_n    the strategy of operator n: which mesh axes split which of its factors    `spaces.choices_of`
     l_p    the layout in which parameter p is stored                                 `spaces.with_parameters`
     h_v    the redistribution that several readers of value v share, if any          `search.problem.EdgeTables`
+    e_v    the axes over which the gradient of v, a cast or view of a parameter, is summed before that `search.problem`
     r_b    whether block b is recomputed by the backward (activation checkpointing)  `search.recomputing`
 
 Cost, in seconds of a step or bytes sent

@@ -105,7 +105,7 @@ class HidingMeshes(Meshes):
         self._more_s = self._hides * plain.before_first(graph)  # that may be hidden beside what the sums hide
         self._weighed: list[Weighed] = []
         self._on: dict[Mesh, _OnMesh] = {}
-        self._prices: dict[PerDirection, float] = {}  # of a byte, at which a plan was found at weights
+        self._prices: dict[PerDirection, float] = {}  # of a byte, at which a plan was found at weights; 0 without one
         self._start = PerDirection(1.0, 1.0)
         self._objective = plain.hiding(self._start)
 
@@ -126,17 +126,7 @@ class HidingMeshes(Meshes):
             plans = [one for one in self._weighed if one.plan.mesh == mesh]
             if not self._is_close(of) and len(plans) > 1:
                 self._look_between(plans, self._spaces.search(mesh, self._objective))
-        self._bounds = [max(0.0, self._bound_on(of)) if of.is_bounded else None for of in self._on.values()]
         return super()._found()
-
-    def _bound_on(self, of: _OnMesh) -> float:
-        """Return what no plan on a mesh takes less than: of the sums of plans that were found none is below it.
-
-        Tables may price a gradient dearer than the plan that they become, as that of a view of a parameter.
-        """
-        known = self._known_on(of.mesh)
-        least = (min([height, *(one.at(at, self._hides) for one in known)]) for at, height in of.heights.items())
-        return max(least) - self._more_s
 
     @in_stage("pricing")
     def _look_between(self, plans: Sequence[Weighed], on_mesh: MeshSearch) -> None:
@@ -196,12 +186,14 @@ class HidingMeshes(Meshes):
             if looked.choice is not None:
                 self._take(looked.choice, on_mesh.plan(looked.choice))
             on_mesh.forget()
-        if looked.price:
+        is_free = looked.choice is not None and looked.bound is not None and looked.bound >= (looked.choice.cost or 0.0)
+        if looked.price or is_free:
             self._prices.setdefault(weights, looked.price)
         of = self._on.setdefault(on_mesh.mesh, _OnMesh(on_mesh.mesh))
         of.heights[weights] = below if looked.bound is None else looked.bound
         of.is_bounded &= looked.bound is not None
         of.is_passed_over = looked.is_passed_over
+        self._bounds = [max(0.0, of.height - self._more_s) if of.is_bounded else None for of in self._on.values()]
 
     def _price_at(self, weights: PerDirection, mesh: Mesh) -> float:
         """Return the price of a byte at which a plan was found at weights, or on finer meshes at those nearest to them.

@@ -11,7 +11,7 @@ A pair with uneven parts, or whose axes stand in another order than the mesh's, 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -97,6 +97,19 @@ class Ways:
             steps = self.steps(shape, layouts[i], targets[j])
             flags[i, j] = copies(steps), moves_alone(steps), enters(steps)
         return MoveFlags(numbers != IMPOSSIBLE, flags[:, :, 0], flags[:, :, 1], flags[:, :, 2])
+
+    def entered(
+        self, shape: tuple[int, ...], layouts: Sequence[Layout], targets: Sequence[Target]
+    ) -> Mapping[tuple[str, ...], Flags]:
+        """Return by the axes over which a gradient is summed first, none among them, which ways do so."""
+        found: dict[tuple[str, ...], Flags] = {}
+        for i, layout in enumerate(layouts):
+            for j, target in enumerate(targets):
+                if possible(layout, target.layout):
+                    steps = self.steps(shape, layout, target) if target.gradient_partial else ()
+                    axes = steps[0].axes if steps and steps[0].kind == "enter" else ()
+                    found.setdefault(axes, np.zeros((len(layouts), len(targets)), dtype=bool))[i, j] = True
+        return found
 
     def look_up(
         self, shape: tuple[int, ...], layouts: Sequence[Layout], targets: Sequence[Target]

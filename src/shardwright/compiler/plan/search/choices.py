@@ -115,9 +115,8 @@ def casting_shards(
     """Return the strategies with which a sharded parameter is cast to a narrower dtype before it is gathered.
 
     So half as many bytes are gathered under autocast, and the gathered cast can be gathered again by the backward. A
-    search may choose to gather first, as it prices the sum of the gradient of a cast as a part of a bucket; its cost is
-    then too small by the latency of a collective for each such parameter. Small parameters are left, which programs
-    gather together.
+    search may choose to gather first, where that costs it nothing. Small parameters are left, which programs gather
+    together.
     """
     found, values = dict(strategies), graph.capture.values
     for node in graph.capture.nodes:

@@ -13,7 +13,7 @@ import copy
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
@@ -23,12 +23,13 @@ import numpy.typing as npt
 
 from shardwright.common.stages import in_stage
 from shardwright.compiler.capture.ir import Node, Value
+from shardwright.compiler.capture.reduced import is_cast_or_view
 from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.mesh.redistribute import possible
 from shardwright.compiler.plan.pricing.cost import Objective, largest_inside
-from shardwright.compiler.plan.pricing.graph import RuledGraph, Target, Use, each_made_by, targets_of
-from shardwright.compiler.plan.pricing.pairs import pairs_on
+from shardwright.compiler.plan.pricing.graph import RuledGraph, Target, Use, each_made_by, targets_of, the_one
+from shardwright.compiler.plan.pricing.pairs import Flags, pairs_on
 from shardwright.compiler.plan.search.bounds import WarmStart
 from shardwright.compiler.plan.search.choices import Space
 from shardwright.compiler.plan.search.exact import Indices, Minimum, Table, among, cost_at
@@ -41,6 +42,7 @@ from shardwright.errors import PlanError
 SHARING_LIMIT = 4_000_000
 
 T = TypeVar("T")
+AxisNames = tuple[str, ...]
 
 
 class StillCosts:
@@ -57,6 +59,8 @@ class StillCosts:
         self.same: dict[tuple[Target, ...], tuple[Target, ...]] = {}
         self.leaves: dict[Hashable, Costs] = {}
         self.arrays: dict[Hashable, Costs] = {}
+        self.summing: dict[Hashable, tuple[Target, ...]] = {}
+        self.entered: dict[Hashable, Mapping[AxisNames, Flags]] = {}
         self.buffers: dict[Hashable, Costs] = {}
         self.alone: dict[Any, Any] = {}
 
@@ -135,6 +139,32 @@ class CostCache:
             self.still.leaves[key] = np.array([self.objective.leaf(value, layout, self.mesh) for layout in layouts])
         return self.still.leaves[key]
 
+    def summing(self, targets: tuple[Target, ...], before: Sequence[AxisNames]) -> tuple[Target, ...]:
+        """Return each target of a cast's or view's operand with each list of axes that its gradient is summed over too.
+
+        Axes that split the target are left out: nothing is summed over those.
+        """
+        key = self._identity(targets), before
+        if key not in self.still.summing:
+            made = tuple(self._summing(target, axes) for target in targets for axes in before)
+            self.still.summing[key] = self.still.same.setdefault(made, made)
+        return self.still.summing[key]
+
+    def _summing(self, target: Target, axes: AxisNames) -> Target:
+        if not axes or set(axes) & (target.layout.split_axes | set(target.layout.partial)):
+            return target
+        partial = self.mesh.ordered({*target.gradient_partial, *axes})
+        return the_one(self.graph, replace(target, gradient_partial=partial), self.mesh)
+
+    def entered(
+        self, shape: tuple[int, ...], layouts: tuple[Layout, ...], targets: tuple[Target, ...]
+    ) -> Mapping[AxisNames, Flags]:
+        """Return what `Ways.entered` does, for the different layouts and targets."""
+        key = shape, layouts, targets
+        if key not in self.still.entered:
+            self.still.entered[key] = self.pairs.ways.entered(shape, layouts, targets)
+        return self.still.entered[key]
+
     def edges(
         self,
         facts: Value,
@@ -143,23 +173,58 @@ class CostCache:
         *,
         differ: bool,
         first: int | None = None,
+        before: Sequence[AxisNames] = (),
+        sizes: Sequence[tuple[int, ...]] = (),
     ) -> EdgeTables:
         """Return the cost of a value from each layout to each target, of which each consumer has some ``demanded``.
 
         Args:
             differ: whether no consumer is another, too, which demands two targets.
             first: the consumer, by its number, for which the value is read first (`Value.read_first`).
+            before: of a cast or view, over which axes its gradient may be summed before it; the producer's choices are
+                then each of its layouts with each of these.
+            sizes: of each consumer the numbers of its choices, by variable, where it is such an operator itself.
         """
         of_targets = tuple(self._identity(targets) for targets in demanded)
-        key = _alike(facts), self._identity(layouts), of_targets, differ, first
+        key = _alike(facts), self._identity(layouts), of_targets, differ, first, before, sizes
         if key not in self._edges:
             kinds, targets = tuple(dict.fromkeys(layouts)), tuple(dict.fromkeys(itertools.chain(*demanded)))
             at = {layout: i for i, layout in enumerate(kinds)}
             rows = [at[layout] for layout in layouts]
-            costs = self.array(replace(facts, read_first=False), kinds, targets)[rows]
-            exposed = None if first is None else self.array(facts, kinds, targets)[rows]
-            self._edges[key] = _edges(costs, targets, demanded, differ, exposed, first)
+            costs = self._of_ways(replace(facts, read_first=False), kinds, targets, rows, before, len(demanded))
+            exposed = None if first is None else self._of_ways(facts, kinds, targets, rows, before, len(demanded))
+            found = _edges(costs, targets, demanded, differ, exposed, first)
+            self._edges[key] = found.divided((len(layouts), len(before)) if before else (len(layouts),), sizes)
         return self._edges[key]
+
+    def _of_ways(
+        self,
+        facts: Value,
+        kinds: tuple[Layout, ...],
+        targets: tuple[Target, ...],
+        rows: Sequence[int],
+        before: Sequence[AxisNames],
+        readers: int,
+    ) -> Costs:
+        """Return the cost of each way from these rows of the layouts, by what is summed ``before`` where it may be.
+
+        What is summed before the value is what all readers sum first of all: of several readers one cannot tell what
+        the others do, and sums behind the value where nothing else is said.
+        """
+        if not before:
+            return self.array(facts, kinds, targets)[rows]
+        found, entered = [], self.entered(facts.shape, kinds, targets)
+        for axes in before:
+            rest = (self.mesh.ordered(set(target.gradient_partial) - set(axes)) for target in targets)
+            left = tuple(
+                the_one(self.graph, replace(target, gradient_partial=of), self.mesh)
+                for target, of in zip(targets, rest, strict=True)
+            )
+            costs = self.array(facts, kinds, left)
+            if axes or readers == 1:
+                costs = np.where(entered.get(axes, False), costs, math.inf)
+            found.append(costs[rows])
+        return np.stack(found, axis=1).reshape(-1, len(targets))
 
     def array(self, facts: Value, layouts: tuple[Layout, ...], targets: tuple[Target, ...]) -> Costs:
         """Return the cost of bringing a value from each layout to each target."""
@@ -204,6 +269,16 @@ class EdgeTables:
     both: Costs | None = None  # producer x consumer x other consumer: what the other pays beside the first
     hub: Costs | None = None  # producer x hub; the hub's last choice: nothing is shared
     shared: tuple[Target, ...] = ()  # what each choice of the hub but the last stands for
+
+    def divided(self, made: tuple[int, ...], read: Sequence[tuple[int, ...]]) -> EdgeTables:
+        """Return the tables with a dim for each variable of who makes and who reads the value."""
+        if len(made) == 1 and all(len(sizes) == 1 for sizes in read):
+            return self
+        hub = None if self.hub is None else self.hub.reshape(*made, -1)
+        shared = () if hub is None else hub.shape[-1:]
+        consumers = tuple(of.reshape(*made, *sizes, *shared) for of, sizes in zip(self.consumers, read, strict=False))
+        both = None if self.both is None else self.both.reshape(*made, *itertools.chain(*read))
+        return replace(self, consumers=consumers, both=both, hub=hub)
 
 
 def _edges(
@@ -293,7 +368,14 @@ class Problem:
         """The hubs by the values that they share: the variable, and the targets that its choices stand for."""
         self.shared_by_two: set[str] = set()
         """The values whose two consumers pay once where they demand the same target."""
-        for value in graph.capture.values if values is None else values:
+        counted = graph.capture.values.keys() if values is None else values
+        self._entering: dict[int, tuple[int, tuple[AxisNames, ...]]] = {}
+        """By the variable of a cast or view of a parameter another one, and the axes over which the gradient is summed
+        before the operator under each of its choices."""
+        for node in reversed(chosen):
+            if self._may_sum_before(node) and counted >= {node.operands[0], node.results[0]}:
+                self._add_entering(node)
+        for value in counted:
             if value in self.leaf_variables or graph.producers[value][0].name in nodes:
                 self._add_transfers(value)
         self.block_variables = {block.name: self._variable(2) for block in space.blocks}
@@ -357,7 +439,10 @@ class Problem:
         for name, variable in self.node_variables.items():
             found._left[variable] = left[name]
         for value, (variable, shared) in self.hubs.items():
-            options = ({targets[i] for i in found._left[v].tolist()} for v, targets in self.consumers(value))
+            options = (
+                {target for i in found._left[v].tolist() for target in targets[i]}
+                for v, targets in self._demanded(value)
+            )
             demanded = Counter(target for of in options for target in of)
             two = [i for i, target in enumerate(shared) if demanded[target] > 1]
             found._left[variable] = np.array([*two, len(shared)])
@@ -410,17 +495,70 @@ class Problem:
         variables = [variable for variable, _ in consumers]
         differ = len({*variables, producer}) == len(variables) + 1
         first = 0 if self.space.graph.read_first_by(value, self.node_variables) else None  # in order of execution
-        edges = self.known.edges(facts, layouts, [targets for _, targets in consumers], differ=differ, first=first)
+        scopes = [self._choosing(variable) for variable in variables]
+        sizes = tuple(tuple(self.domains[v] for v in scope) for scope in scopes)
+        demanded = [self._with_sums(*consumer) for consumer in consumers]
+        makers: tuple[int, ...] = (producer,)
+        before: tuple[AxisNames, ...] = ()
+        if producer in self._entering:
+            entering, before = self._entering[producer]
+            makers = producer, entering
+        edges = self.known.edges(facts, layouts, demanded, differ=differ, first=first, before=before, sizes=sizes)
+        is_loose = not before and all(len(scope) == 1 for scope in scopes)
         if edges.both is not None:
             self.shared_by_two.add(value)
-            self.tables.append(Table((producer, *variables), edges.both, loose=(variables[1], variables[0])))
+            loose = (variables[1], variables[0]) if is_loose else None
+            self.tables.append(Table((*makers, *scopes[0], *scopes[1]), edges.both, loose))
         hub: tuple[int, ...] = ()
         if edges.hub is not None:
-            hub = (self._variable(edges.hub.shape[1]),)
+            hub = (self._variable(edges.hub.shape[-1]),)
             self.hubs[value] = hub[0], edges.shared
-            self.tables.append(Table((producer, *hub), edges.hub))
-        for variable, costs in zip(variables, edges.consumers, strict=edges.both is None):
-            self.tables.append(Table((producer, variable, *hub), costs, loose=(variable, hub[0]) if hub else None))
+            self.tables.append(Table((*makers, *hub), edges.hub))
+        for scope, costs in zip(scopes, edges.consumers, strict=edges.both is None):
+            loose = (scope[0], hub[0]) if hub and is_loose else None
+            self.tables.append(Table((*makers, *scope, *hub), costs, loose))
+
+    def _may_sum_before(self, node: Node) -> bool:
+        """Return whether an operator casts or views a parameter, and the sum of its gradient may stand before it."""
+        graph, values = self.space.graph, self.space.graph.capture.values
+        made = values[node.results[0]] if node.results else None
+        if made is None or not made.of_parameter or not is_cast_or_view(node) or made.name in self.space.outputs:
+            return False
+        uses = graph.uses[made.name]
+        return all(use.node.name in self.node_variables and graph.needs_gradient(use.node) for use in uses)
+
+    def _add_entering(self, node: Node) -> None:
+        value, found = node.results[0], dict[AxisNames, None]()
+        shape, layouts = self.space.graph.capture.values[value].shape, self.produced(value)[1]
+        for consumer in self.consumers(value):
+            demanded = dict.fromkeys(self._with_sums(*consumer))
+            found |= dict.fromkeys(self.known.entered(shape, tuple(dict.fromkeys(layouts)), tuple(demanded)))
+        if found.keys() - {()}:
+            axes = tuple({(): None} | found)
+            self._entering[self.node_variables[node.name]] = self._variable(len(axes)), axes
+
+    def _choosing(self, variable: int) -> tuple[int, ...]:
+        """Return the variables of a consumer: its own, and that of where gradients are summed."""
+        entering = self._entering.get(variable)
+        return (variable,) if entering is None else (variable, entering[0])
+
+    def _with_sums(self, variable: int, targets: tuple[Target, ...]) -> tuple[Target, ...]:
+        """Return what a consumer demands under each choice of its variables."""
+        entering = self._entering.get(variable)
+        return targets if entering is None else self.known.summing(targets, entering[1])
+
+    def _demanded(self, value: str) -> Iterator[tuple[int, list[tuple[Target, ...]]]]:
+        """Yield the readers of a value: the variable, and for each of its choices the targets that it may demand."""
+        for variable, targets in self.consumers(value):
+            demanded = self._with_sums(variable, targets)
+            several = len(demanded) // len(targets)
+            yield variable, [demanded[i * several : (i + 1) * several] for i in range(len(targets))]
+
+    def ways_to(self, variable: int, targets: tuple[Target, ...]) -> tuple[tuple[Target, ...], ...]:
+        """Return what a consumer may demand under each choice, one by one for the places where gradients are summed."""
+        if variable not in self._entering:
+            return (targets,)
+        return tuple(self.known.summing(targets, (axes,)) for axes in self._entering[variable][1])
 
     def _add_output(self, value: str, producer: int, layouts: tuple[Layout, ...]) -> None:
         """A value that leaves the program is brought to its layout; a gradient comes back to the loss alone."""

@@ -110,22 +110,30 @@ class Recomputing:
         given = maker is None or maker[0].name not in block.names
         if value in problem.hubs:
             hub, shared = problem.hubs[value]
-            yield self.once_more(variable, (producer, hub), self._way(facts, layouts, shared, given, free=True))
+            yield self.once_more(variable, (producer, hub), self._way(facts, layouts, (shared,), given, free=True))
             return
         for reader, targets in problem.consumers(value)[: 1 if value in problem.shared_by_two else None]:
-            yield self.once_more(variable, (producer, reader), self._way(facts, layouts, targets, given))
+            demanded = problem.ways_to(reader, targets)
+            yield self.once_more(variable, (producer, reader), self._way(facts, layouts, demanded, given))
 
     def _way(
-        self, value: Value, layouts: Sequence[Layout], targets: Sequence[Target], given: bool, *, free: bool = False
+        self,
+        value: Value,
+        layouts: Sequence[Layout],
+        demanded: Sequence[Sequence[Target]],
+        given: bool,
+        *,
+        free: bool = False,
     ) -> Costs:
-        """The cost by layout and target; with ``free`` there is another target that costs nothing."""
-        leaf = value.kind != "result"
-        key = value.shape, value.dtype, value.of_parameter, value.viewed, leaf, given, free, id(layouts), id(targets)
+        """The least cost of some targets each, by layout; with ``free`` there is another target that costs nothing."""
+        leaf, of = value.kind != "result", tuple(map(id, demanded))
+        key = value.shape, value.dtype, value.of_parameter, value.viewed, leaf, given, free, id(layouts), of
         if key not in self._ways:
-            self._held += layouts, targets
+            self._held += layouts, *demanded
             pairs = self._problem.known.pairs
-            costs, moves = pairs.costs(value, layouts, targets), pairs.ways.moves(value.shape, layouts, targets)
-            inside = moves.possible & (self._larger(value, layouts, targets) & moves.copies if given else True)
+            costs = np.minimum.reduce([pairs.costs(value, layouts, targets) for targets in demanded])
+            moves = pairs.ways.moves(value.shape, layouts, demanded[0])
+            inside = moves.possible & (self._larger(value, layouts, demanded[0]) & moves.copies if given else True)
             self._ways[key] = np.pad(np.where(inside & np.isfinite(costs), costs, 0.0), ((0, 0), (0, int(free))))
         return self._ways[key]
 

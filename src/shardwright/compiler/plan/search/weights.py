@@ -245,13 +245,14 @@ class Weights:
         if parameter.kind != "parameter":
             return None
         leaf, layouts = problem.produced(parameter.name)
-        there = problem.known.targets(Use(view, 0), problem.space.strategies[view.name])
+        of_view = problem.known.targets(Use(view, 0), problem.space.strategies[view.name])
+        there = problem.ways_to(problem.node_variables[view.name], of_view)
         made = problem.produced(name)[1]
         kept = problem.known.targets(use, problem.space.strategies[use.node.name])
         # What is moved is the whole parameter, of which a memory may be a part.
         share = self._share(use) * _size(self._value(self._memory[name]), parameter)
         shapes = parameter.shape, self._value(name).shape
-        key = "view", *shapes, parameter.dtype, *map(self._identity, (layouts, made, there, kept)), share
+        key = "view", *shapes, parameter.dtype, *map(self._identity, (layouts, made, kept, *there)), share
         if key not in self._gatherings:
             stays = problem.known.pairs.ways.moves(self._value(name).shape, made, kept)
             self._gatherings[key] = self._for_view(parameter, layouts, there, stays, share)
@@ -262,13 +263,19 @@ class Weights:
         return KeptOperand(parameter.name, Table(scope, found.bytes), Regathering(nothing, found.costs), block, again)
 
     def _for_view(
-        self, parameter: Value, layouts: Sequence[Layout], there: Sequence[Target], on: MoveFlags, share: float
+        self,
+        parameter: Value,
+        layouts: Sequence[Layout],
+        there: Sequence[Sequence[Target]],
+        on: MoveFlags,
+        share: float,
     ) -> Regathering:
-        """The bytes of what is moved for a view and kept, and what it costs to move it again."""
-        moves = self._problem.known.pairs.ways.moves(parameter.shape, layouts, there)
+        """The bytes of what is moved for a view and kept, and what it costs at least to move it again."""
+        targets = there[0]  # the others are laid out alike
+        moves = self._problem.known.pairs.ways.moves(parameter.shape, layouts, targets)
         stays = (on.possible & ~on.copies)[None]
-        sizes = np.where(moves.possible & moves.copies, self._parts(parameter, [t.layout for t in there]), 0.0)
-        costs = self._again(parameter, layouts, there)
+        sizes = np.where(moves.possible & moves.copies, self._parts(parameter, [t.layout for t in targets]), 0.0)
+        costs = np.minimum.reduce([self._again(parameter, layouts, of) for of in there])
         kept, again = (np.where(stays, of[:, :, None] * share, 0.0) for of in (sizes, costs))
         return Regathering(kept, again)
 
