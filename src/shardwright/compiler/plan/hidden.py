@@ -126,7 +126,17 @@ class HidingMeshes(Meshes):
             plans = [one for one in self._weighed if one.plan.mesh == mesh]
             if not self._is_close(of) and len(plans) > 1:
                 self._look_between(plans, self._spaces.search(mesh, self._objective))
+        self._bounds = [max(0.0, self._bound_on(of)) if of.is_bounded else None for of in self._on.values()]
         return super()._found()
+
+    def _bound_on(self, of: _OnMesh) -> float:
+        """Return what no plan on a mesh takes less than: of the sums of plans that were found none is below it.
+
+        Tables may price what several readers share of two targets, or what is too large for a hub, dearer than plans.
+        """
+        known = self._known_on(of.mesh)
+        least = (min([height, *(one.at(at, self._hides) for one in known)]) for at, height in of.heights.items())
+        return max(least) - self._more_s
 
     @in_stage("pricing")
     def _look_between(self, plans: Sequence[Weighed], on_mesh: MeshSearch) -> None:
@@ -193,16 +203,15 @@ class HidingMeshes(Meshes):
         of.heights[weights] = below if looked.bound is None else looked.bound
         of.is_bounded &= looked.bound is not None
         of.is_passed_over = looked.is_passed_over
-        self._bounds = [max(0.0, of.height - self._more_s) if of.is_bounded else None for of in self._on.values()]
 
-    def _price_at(self, weights: PerDirection, mesh: Mesh) -> float:
+    def _price_at(self, weights: PerDirection, mesh: Mesh) -> float | None:
         """Return the price of a byte at which a plan was found at weights, or on finer meshes at those nearest to them.
 
         A price hardly depends on the weights, a bound is one at any price, and on finer meshes each takes long.
         """
         if weights not in self._prices and any(of != mesh and _refines(mesh, of) for of in self._on):
             weights = min(self._prices, key=lambda of: _distance(of, weights), default=weights)
-        return self._prices.get(weights, 0.0)
+        return self._prices.get(weights)
 
     def _least_s(self) -> float:
         return math.inf if self._best is None else self._best.cost or 0.0

@@ -49,8 +49,8 @@ class MeshSearch:
         self._last: list[Plan] = []
         self._last_repeated: list[tuple[Sequence[Transfer], Mapping[str, float]]] = []
         self._sizes: dict[Hashable, int] = {}  # Cached by shape, dtype and layout, which on one mesh say all
-        self.price = 0.0
-        """Of a byte, at which the plan was found that is to be beaten; 0 where there is none."""
+        self.price: float | None = None
+        """Of a byte, at which the plan was found that is to be beaten; None where any may be tried."""
         self.promise = math.inf
         """What the bound on this mesh must be below for it to be searched further than that."""
         self.asks_others = True
@@ -88,8 +88,8 @@ class MeshSearch:
             lambda choice, bound: self.refusal([choice], bound),
             self.settle,
             self.fewest,
-            self.price,
-            once=bool(self.price),
+            self.price or 0.0,
+            once=self.price is not None,
             promise=self.promise,
         )
 
@@ -304,7 +304,7 @@ def best_baseline(on_mesh: MeshSearch, row: Search, over: OverBudget) -> Choice:
     space, request = on_mesh.space, on_mesh.request
     found, least = [], over
     named = (partial(_itself, of) for of in _known_by_name(space, request))
-    for find in _others(row, on_mesh, on_mesh.price) if over.by_transient else named:
+    for find in _others(row, on_mesh, on_mesh.price or 0.0) if over.by_transient else named:
         with suppress(PlanError):  # impossible on this mesh, too wide, or nothing fits
             other = find(math.inf)
             if _allowed(other, space, request):

@@ -79,7 +79,7 @@ class Meshes:
     def search_on(self, mesh: Mesh) -> MeshSearch:
         """Return the search on a mesh."""
         found = self._spaces.search(mesh, self._objective)
-        found.price = self._price
+        found.price = self._price or None
         return found
 
     def plan(self) -> Plan:
