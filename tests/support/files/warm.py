@@ -13,7 +13,6 @@ from shardwright.compiler.capture.step import captured_step
 from shardwright.runtime.programs.plan_cache import planner_digest
 
 gc.freeze()  # what is imported by now lives on, and a collection that looks through it takes a third of a second
-gc.set_threshold(50_000, 20, 20)  # of the ranks, too: see tests/conftest.py
 for dtype in (torch.float64, torch.float32):  # the one of many tests, and the usual one, which stays
     torch.set_default_dtype(dtype)
     for make, loss_fn, batch_of in NETWORKS.values():
