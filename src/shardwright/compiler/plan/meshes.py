@@ -188,7 +188,7 @@ def _searched(on_mesh: MeshSearch, row: Search, below: float) -> Looked:
         choice = search_mesh(on_mesh, row, below)
     except NothingBelow as nothing:
         least = in_unit(nothing.bound, row)
-        if nothing.bound < below and nothing.bound >= on_mesh.promise:
+        if nothing.bound < below and nothing.bound >= on_mesh.promise * (1 - EQUAL):
             said = f"not searched further: nothing on it costs less than {least}, hardly less than on fewer axes"
             return Looked(said, nothing.bound, is_passed_over=True)
         return Looked(f"has no cheaper plan: nothing on it costs less than {least}", min(nothing.bound, below))

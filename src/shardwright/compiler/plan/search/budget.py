@@ -359,9 +359,12 @@ def _beating(below: float, free: Callable[[], Choice], solve: Solve, budget: Bud
     to_beat = min(below, budget.promise)
     choices, bound, above = solve(budget.price, to_beat)
     looked_at, found = [*choices], list[Choice]()
-    if above < 0:
-        without = free()
-        bound = max(bound, min(without.bound or 0.0, to_beat))  # what costs more may have been left out
+    if above < 0:  # what costs ``to_beat`` or more may have been left out by now
+        try:
+            without = free()
+        except NothingBelow as nothing:
+            raise NothingBelow(max(bound, min(nothing.bound, to_beat))) from None
+        bound = max(bound, min(without.bound or 0.0, to_beat))
         (found if budget.weigh(without) <= budget.limit_bytes else looked_at).append(without)
     tried = (budget.fewest(choice, budget.limit_bytes) for choice in looked_at)
     found += [choice for choice in tried if choice is not None]

@@ -26,7 +26,7 @@ from shardwright.compiler.mesh.redistribute import redistribute
 from shardwright.compiler.plan.pricing.graph import Target
 from shardwright.compiler.plan.pricing.joined import GATHERED_BYTES, SMALL_WHOLE_BYTES, small_gather, together_bytes
 from shardwright.compiler.plan.pricing.memory import SavedTensors, local_bytes
-from shardwright.compiler.plan.search.exact import Table, TooWide, cost_at, that_cost
+from shardwright.compiler.plan.search.exact import Table, TooWide, cost_at, nonzero_tables
 from shardwright.compiler.plan.search.min_sum import Costs
 from shardwright.compiler.plan.search.narrow import NothingBelow
 from shardwright.compiler.plan.search.problem import Problem
@@ -48,7 +48,7 @@ class LargestBuffers:
 
     def __init__(self, tables: Iterable[Table]) -> None:
         self._limited: dict[tuple[int, float], Costs] = {}  # Cached by a table's costs, which are held, and the limit
-        self.tables = that_cost(tables)
+        self.tables = nonzero_tables(tables)
         different = {id(table.costs): table.costs for table in self.tables}
         self.least_bytes = max((float(costs.min()) for costs in different.values()), default=0.0)
         """No choice has none that is larger."""

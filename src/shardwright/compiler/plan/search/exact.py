@@ -66,7 +66,7 @@ def cost_at(tables: Iterable[Table], picked: Sequence[int]) -> float:
     return sum(table.at(picked) for table in tables)
 
 
-def that_cost(tables: Iterable[Table]) -> list[Table]:
+def nonzero_tables(tables: Iterable[Table]) -> list[Table]:
     """Return the tables with costs other than 0; what is one array is looked at once."""
     every = [*tables]
     nonzero = {key: bool(costs.any()) for key, costs in {id(table.costs): table.costs for table in every}.items()}

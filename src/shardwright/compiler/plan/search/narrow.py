@@ -18,7 +18,7 @@ tables become smaller as the bounds come nearer. What is found at last comes wit
 as good as each other for any e, what ties most together is settled at what looks best, for a first assignment.
 
 What elimination takes is known before it begins (`exact.work`), equal layers counted once. Little is done at once, and
-so is what a round has not made much less. Where most likely nothing is below what is to be beaten, one round says so.
+so is what a round has not made much less. Where most likely nothing is below what is to be beaten, one round shows it.
 
 Messages are rounded to a grid, which makes them no less true: along equal layers they are soon the very same, and what
 follows from them is worked out once; equal layers keep the same values for that (`Bounds`). For other costs they are no
@@ -129,35 +129,17 @@ def _among_left(
     left, sizes = list(learned.left), [len(values) for values in learned.left]
     if sizes != [*learned.domains]:
         tables = among(left, tables, {})
-    found = _least(sizes, tables, limit, work, below, enough, learned, messages_first)
+    most = min(work, QUICK_WORK if messages_first else LITTLE_WORK if math.isfinite(below) else work)
+    if work_of(sizes, tables, [id(table.costs) for table in tables], most) <= most:
+        cost, picked = minimise(sizes, tables, most)
+        found = Minimum(cost, cost, picked)
+    else:
+        found = _narrowed(Bounds(sizes, tables, learned), limit, work, below, enough)
     return replace(found, picked=[int(of[i]) for of, i in zip(left, found.picked, strict=True)])
 
 
-def _least(
-    domains: Sequence[int],
-    tables: Sequence[Table],
-    limit: int,
-    work: float,
-    below: float,
-    enough: float,
-    learned: WarmStart,
-    messages_first: bool,
-) -> Minimum:
-    most = QUICK_WORK if messages_first else LITTLE_WORK if math.isfinite(below) else work
-    most = min(work, most)
-    if work_of(domains, tables, [id(table.costs) for table in tables], most) <= most:
-        cost, picked = minimise(domains, tables, most)
-        return Minimum(cost, cost, picked)
-    return _narrowed(Bounds(domains, tables, learned), limit, work, below, enough)
-
-
 def _narrowed(bounds: Bounds, limit: int, work: float, below: float, enough: float) -> Minimum:
-    try:
-        best = _nearer(bounds, limit, work, below, enough)
-    except PlanError:
-        if math.isinf(below):
-            raise
-        raise NothingBelow(max(bounds.bound, below)) from None
+    best = _nearer(bounds, limit, work, below, enough)
     bounds.leave_messages()
     if best.picked:
         return best

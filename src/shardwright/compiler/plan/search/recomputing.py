@@ -22,7 +22,7 @@ from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.plan.pricing.cost import once_more
 from shardwright.compiler.plan.pricing.graph import Target
 from shardwright.compiler.plan.pricing.memory import Block, SavedTensors, local_bytes, moved_inside
-from shardwright.compiler.plan.search.exact import Table, that_cost
+from shardwright.compiler.plan.search.exact import Table, nonzero_tables
 from shardwright.compiler.plan.search.min_sum import Costs
 from shardwright.compiler.plan.search.problem import Problem
 
@@ -41,7 +41,7 @@ class Recomputing:
         tables = [table for block in problem.space.blocks for table in self._of_block(block)]
         demanded = (problem.block_variables[name] for name in sorted(problem.space.demanded))
         tables += [Table((variable,), np.array([math.inf, 0.0])) for variable in demanded]
-        self.tables = that_cost(tables)
+        self.tables = nonzero_tables(tables)
 
     def variable_of(self, node: Node) -> int | None:
         """The variable that decides whether the backward computes an operator again; None where it never does."""

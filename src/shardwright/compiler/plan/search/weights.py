@@ -29,7 +29,7 @@ from shardwright.compiler.plan.pricing.cost import once_more
 from shardwright.compiler.plan.pricing.graph import Target, Use
 from shardwright.compiler.plan.pricing.memory import Block, OptimizerStates, SavedTensors, local_bytes
 from shardwright.compiler.plan.pricing.pairs import MoveFlags
-from shardwright.compiler.plan.search.exact import Table, cost_at, that_cost
+from shardwright.compiler.plan.search.exact import Table, cost_at, nonzero_tables
 from shardwright.compiler.plan.search.min_sum import Costs
 from shardwright.compiler.plan.search.problem import Problem
 from shardwright.compiler.plan.search.recomputing import Recomputing
@@ -90,7 +90,7 @@ class Weights:
         for use in self._uses:
             self._keepers[self._memory[use.node.operands[use.index]]][self._keeper(use)] += 1
         tables = (*self._leaves(), *self._operators(), *self._given())
-        self.tables = that_cost(tables)
+        self.tables = nonzero_tables(tables)
         self.gathered = list(self._operands())
         """The values that operators save, with the bytes that this takes, and the cost of gathering them again."""
 
