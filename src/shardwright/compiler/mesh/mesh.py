@@ -228,7 +228,7 @@ class Stages:
 class TriedStages:
     """A number of pipeline stages that was tried, 1 for none: what a step takes with it, or why there is no plan.
 
-    Where ``is_bound``, that is what it takes without a limit of memory: no less than with another number of stages.
+    Where ``is_bound`` it takes no less than that, which is no less than with another number of stages.
     """
 
     stages: int

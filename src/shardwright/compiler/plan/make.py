@@ -10,6 +10,7 @@ import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 from shardwright.common.stages import stage
 from shardwright.common.words import in_bytes
@@ -41,7 +42,7 @@ def make_plan(capture: Capture, request: PlanRequest) -> Plan:
         return plan if request.axes is not None else with_axis_names(plan)  # an earlier plan has named them
 
 
-def _made(graph: RuledGraph, request: PlanRequest) -> Plan:
+def _made(graph: RuledGraph, request: PlanRequest, *, on_few_axes: bool = False) -> Plan:
     for name in ("microbatches", "schedule"):
         if (given := getattr(request, name)) is not None:
             raise UsageError(
@@ -53,7 +54,7 @@ def _made(graph: RuledGraph, request: PlanRequest) -> Plan:
     from shardwright.compiler.plan.hidden import searched_plan  # modes that search nothing load no search
 
     _refuse_what_cannot_fit(graph, request)
-    return searched_plan(graph, request, request.searched)
+    return searched_plan(graph, request, request.searched, on_few_axes=on_few_axes)
 
 
 def _staged(graph: RuledGraph, request: PlanRequest) -> Plan:
@@ -86,7 +87,7 @@ def _with_stages_or_without(graph: RuledGraph, request: PlanRequest) -> Plan:
         error, plan = over, None
     from shardwright.compiler.plan.pipeline.search import best_in_stages  # loaded where stages are looked for
 
-    found = best_in_stages(graph, request, _made, plan)
+    found = best_in_stages(graph, request, partial(_made, on_few_axes=True), plan)  # beside the axis of stages
     if found is None:
         assert error is not None
         raise error

@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from shardwright.compiler.plan.pricing.schedule import (
     least_seconds,
     read_schedule,
     schedule,
+    seconds_of_cuts,
     simulate,
 )
 from shardwright.errors import UsageError
@@ -115,4 +117,17 @@ def test_no_schedule_ends_before_the_least_seconds(data, groups, rounds, on_dema
         )
         stages = [StageSeconds(f, b, m, w * (name == "zb-h1"), on_demand) for f, b, m, w in drawn]
         run = simulate(schedule(name, groups, groups * rounds, groups * each), stages)
-        assert least_seconds(stages, groups * rounds, groups) <= run.seconds * (1 + 1e-9)
+        both_s = sum(stage.forward + stage.backward + stage.weights for stage in stages)
+        assert least_seconds(both_s, name, groups, groups * rounds) <= run.seconds * (1 + 1e-9)
+
+
+@given(st.data(), st.integers(1, 4), st.integers(1, 6), st.booleans())
+def test_several_cuts_take_what_each_takes(data, groups, microbatches, on_demand):
+    times = st.floats(0, 3, width=16)
+    cuts = data.draw(st.lists(st.lists(st.tuples(times, times, times), min_size=groups, max_size=groups), min_size=1))
+    for name in ("gpipe", "1f1b", "zb-h1"):
+        table = schedule(name, groups, microbatches)
+        each = [simulate(table, [StageSeconds(*times, on_demand=on_demand) for times in cut]).seconds for cut in cuts]
+        assert seconds_of_cuts(table, *np.moveaxis(np.array(cuts), 0, 2).swapaxes(0, 1), on_demand=on_demand) == (
+            pytest.approx(each)
+        )

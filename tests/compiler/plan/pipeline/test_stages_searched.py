@@ -12,6 +12,8 @@ from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.plan.make import make_plan
 from shardwright.compiler.plan.pipeline.costs import StagedCosts
+from shardwright.compiler.plan.pipeline.staged import StagedPlans
+from shardwright.compiler.plan.pricing.graph import RuledGraph
 from shardwright.compiler.plan.pricing.hardware import read_hardware
 from shardwright.compiler.plan.request import PlanRequest
 from shardwright.compiler.plan.timing.prices import Prices
@@ -41,9 +43,13 @@ def test_the_search_for_stages_is_never_worse_than_any_number_of_them():
     found = make_plan(graph, replace(free, search_stages=True))
     took = step_s(found)
     assert took < step_s(make_plan(graph, free))
+    ruled = RuledGraph.of(graph)
     for mesh, microbatches in (("pp=2,ranks=2", 2), ("pp=2,ranks=2", 4), ("pp=4", 4), ("pp=4", 8)):
-        plan = make_plan(graph, replace(free, mesh=Mesh.parse(mesh), microbatches=microbatches))
-        assert took <= step_s(plan) * (1 + 1e-9)
+        request = replace(free, mesh=Mesh.parse(mesh), microbatches=microbatches)
+        alone_s = step_s(make_plan(graph, request))
+        assert took <= alone_s * (1 + 1e-9)
+        least_s = StagedPlans(ruled, request, make_plan).least_s(microbatches)
+        assert 0.3 * alone_s < least_s <= alone_s
     assert [each.stages for each in found.tried] == [1, 2, 4]
     assert min(each.step_s for each in found.tried) == took
     assert [str(each).partition(",")[0].partition(":")[0] for each in found.tried] == ["without stages", "pp=2", "pp=4"]

@@ -176,6 +176,13 @@ class StagedCosts:
         held = {value.name for value in self.plan.capture.of_kind("parameter")} - self.plan.moved_between_stages
         return frozenset(name for name in held if self.cut.holders.get(name) is None)
 
+    @cached_property
+    def _of_parameters(self) -> list[Transfer]:
+        """The redistributions of parameters of which not every group has all."""
+        values = self.plan.capture.values
+        of_parameters = (each for each in self.plan.transfers if values[each.value].of_parameter)
+        return [each for each in of_parameters if each.value not in self._held_by_all]
+
     def _of_parameters_s(self, group: int) -> float:
         """Return what the ranks of a group take to gather their parameters, one by one, and to sum gradients.
 
@@ -183,11 +190,10 @@ class StagedCosts:
         """
         plan, seconds = self.plan, 0.0
         together: Counter[tuple[str, ...]] = Counter()
-        for transfer in plan.transfers:
-            value = replace(plan.capture.values[transfer.value], needs_gradient=transfer.gradient)
-            reads = value.of_parameter and group in plan.read_by_stages[value.name]
-            if not reads or value.name in self._held_by_all:
+        for transfer in self._of_parameters:
+            if group not in plan.read_by_stages[transfer.value]:
                 continue
+            value = replace(plan.capture.values[transfer.value], needs_gradient=transfer.gradient)
             for step in map(_within, transfer.steps):
                 forward, backward = value.collectives(step, plan.mesh) if step.axes else (None, None)
                 seconds += self._seconds(forward) if forward else 0.0
@@ -225,18 +231,17 @@ class StagedCosts:
     @cached_property
     def updating_s(self) -> float:
         """Seconds of the optimizer, where they are most."""
-        return max(map(self._updating_s, range(self.cut.count)))
-
-    def _updating_s(self, group: int) -> float:
-        plan, found = self.plan, 0.0
+        plan, prices, took = self.plan, self._costs.objective, [0.0] * self.cut.count
         for value in plan.capture.of_kind("parameter"):
+            if not value.needs_gradient:
+                continue
             layout, holder = plan.stored[value.name], self.cut.holders.get(value.name)
-            if holder is not None:
-                layout = layout.without(PIPELINE)
-                value = value if holder == group else replace(value, shape=(0,) * len(value.shape))
-            if value.needs_gradient:
-                found += self._costs.objective.leaf(value, layout, plan.devices)
-        return found
+            held = prices.leaf(value, layout if holder is None else layout.without(PIPELINE), plan.devices)
+            empty = replace(value, shape=(0,) * len(value.shape))
+            others = held if holder is None else prices.leaf(empty, layout.without(PIPELINE), plan.devices)
+            for group in range(self.cut.count):
+                took[group] += held if group == holder else others
+        return max(took)
 
 
 def _within(step: Step) -> Step:

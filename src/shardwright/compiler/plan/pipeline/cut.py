@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -67,6 +68,10 @@ def cut(
         longest: Floats = np.maximum(costs, np.maximum(border[:end], border[end]))
         return longest if overlapped else costs + (border[:end] + float(border[end])) / 2
 
+    some = _even(before, count)
+    if some is not None and _keep(some[None], len(costs), limits).all():  # no stage of the best takes longer
+        most = max(float(takes(b)[a]) for a, b in pairwise([*some.tolist(), len(costs)])) * (1 + 1e-9)
+        first = np.maximum(first, _first([[Limit(costs, most)]] * count, count, len(costs)))
     slowest, _ = _best(takes, border, first, np.maximum, math.inf)
     if slowest[-1] == math.inf:
         return None
@@ -80,50 +85,53 @@ def cut(
     return starts[::-1]
 
 
+def _even(before: Floats, count: int) -> NDArray[np.int64] | None:
+    """Return where each stage begins if all take about as long, nothing counted that crosses; None where some lack."""
+    starts = np.searchsorted(before, before[-1] * np.arange(count) / count)
+    return starts if starts[-1] < len(before) - 1 and (np.diff(starts) > 0).all() else None
+
+
 def improved(
     starts: Sequence[int],
     end: int,
-    seconds: Callable[[Sequence[int], float], float],
+    seconds: Callable[[NDArray[np.int64]], Floats],
     limits: Sequence[Sequence[Limit]] = (),
 ) -> list[int]:
     """Return stages that begin elsewhere if all together end earlier so: no border moved by 1, 2, 4, ... is better.
 
     A cut whose slowest stage takes the least is the best of all where there are many microbatches. With few, or where
-    messages are waited for, another one can be.
+    messages are waited for, another one can be. The border whose move gains most is moved first.
 
-    >>> improved([0, 1], 4, lambda starts, most: abs(starts[1] - 3))
+    >>> improved([0, 1], 4, lambda starts: abs(starts[:, 1] - 3.0))
     [0, 3]
 
     Args:
         end: the number of operators.
-        seconds: until all is done, for stages that begin at given operators; any number from ``most`` on where it is
-            as large.
+        seconds: until all is done, for stages that begin at given operators, a row for each cut.
     """
-    best, least_s = list(starts), seconds(starts, math.inf)
     steps = [sign * 2**power for power in range(end.bit_length()) for sign in (-1, 1)]
-    moves = [(border, step) for border in range(1, len(starts)) for step in steps]
+    borders = np.eye(len(starts), dtype=np.int64)[1:]
+    moves = np.concatenate([borders * step for step in steps]) if len(starts) > 1 else borders
+    best, least_s = np.asarray(starts, dtype=np.int64), math.inf
     while True:
-        before_s = least_s
-        for border, step in moves:
-            tried = [*best[:border], best[border] + step, *best[border + 1 :]]
-            in_order = tried[border - 1] < tried[border] < [*tried, end][border + 1]
-            if not in_order or not _keeps(tried, end, limits):
-                continue
-            most_s = least_s * _EARLIER
-            if (took_s := seconds(tried, most_s)) < most_s:
-                best, least_s = tried, took_s
-        if least_s == before_s:
-            return best
+        tried = np.concatenate([best[None], best + moves])
+        tried = tried[(np.diff(tried, append=end) > 0).all(axis=1)]
+        tried = tried[_keep(tried, end, limits)]
+        took_s = seconds(tried) if len(tried) else np.array([math.inf])
+        if took_s.min() >= least_s * _EARLIER:
+            return [int(start) for start in best]
+        best, least_s = tried[took_s.argmin()], float(took_s.min())
 
 
-def _keeps(starts: Sequence[int], end: int, limits: Sequence[Sequence[Limit]]) -> bool:
-    """Return whether each stage keeps its limits."""
-    stages = zip(starts, [*starts[1:], end], strict=True)
-    return all(
-        sum(each.weights[a:b]) <= each.most * (1 + 1e-9)
-        for (a, b), of in zip(stages, limits, strict=False)
-        for each in of
-    )
+def _keep(starts: NDArray[np.int64], end: int, limits: Sequence[Sequence[Limit]]) -> NDArray[np.bool_]:
+    """Return of each cut, a row of ``starts``, whether all its stages keep their limits."""
+    found = np.ones(len(starts), dtype=bool)
+    ends = np.concatenate([starts[:, 1:], np.full((len(starts), 1), end)], axis=1)
+    for stage, of in enumerate(limits):
+        for each in of:
+            before = np.concatenate([[0.0], np.cumsum(each.weights)])
+            found &= before[ends[:, stage]] - before[starts[:, stage]] <= each.most + 1e-9 * before[-1]
+    return found
 
 
 def _best(

@@ -1,8 +1,9 @@
 """The search for the number of pipeline stages, and of microbatches.
 
 For each number of stages that divides the devices the ranks of a stage are planned once, by the search that plans
-without stages. Then microbatches are halved for as long as a step gets quicker: fewer of them wait longer, and each is
-larger. What takes no less than the best plan so far even if memory had no limit is not made to fit.
+without stages, on few axes. Then microbatches are halved for as long as a step gets quicker: fewer of them wait longer,
+and each is larger. What takes no less than the best plan so far even if memory had no limit is not made to fit, and
+what no cut can bring below that is not cut.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from shardwright.compiler.mesh.mesh import PIPELINE, UNNAMED, Axis, Mesh, TriedStages
-from shardwright.compiler.plan.pipeline.costs import StagedCosts
 from shardwright.compiler.plan.pipeline.staged import StagedPlans
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.graph import RuledGraph
@@ -30,22 +30,17 @@ def best_in_stages(graph: RuledGraph, request: PlanRequest, make: Make, without:
     Args:
         make: makes the plan of one stage.
     """
-    found = [_without(without, request)]
+    best, found = without, [TriedStages(1, why="nothing fits")]
+    least_s = math.inf
+    if without is not None:
+        least_s = Prices(without, request.hardware).step_s
+        found = [TriedStages(1, step_s=least_s)]
     for count in _numbers(graph, request):
-        least_s = min((tried.step_s for plan, tried in found if plan and tried.step_s is not None), default=math.inf)
-        found.append(_tried(graph, request, make, count, least_s))
-    best = min((plan for plan, _ in found if plan), key=lambda plan: _step_s(plan, request), default=None)
-    return None if best is None else replace(best, tried=tuple(tried for _, tried in found))
-
-
-def _step_s(plan: Plan, request: PlanRequest) -> float:
-    return (Prices if plan.stages is None else StagedCosts)(plan, request.hardware).step_s
-
-
-def _without(plan: Plan | None, request: PlanRequest) -> tuple[Plan | None, TriedStages]:
-    if plan is None:
-        return None, TriedStages(1, why="nothing fits")
-    return plan, TriedStages(1, step_s=_step_s(plan, request))
+        plan, tried = _tried(graph, request, make, count, least_s)
+        found.append(tried)
+        if plan is not None and tried.step_s is not None and tried.step_s < least_s:
+            best, least_s = plan, tried.step_s
+    return None if best is None else replace(best, tried=tuple(found))
 
 
 def _numbers(graph: RuledGraph, request: PlanRequest) -> Iterator[int]:
@@ -66,18 +61,24 @@ def _tried(
     asked = replace(request, mesh=Mesh(axes), search_stages=False)
     best: Plan | None = None
     said = TriedStages(count, why="no number of microbatches divides the rows of a rank")
-    least_s = math.inf
     try:
         plans = StagedPlans(graph, asked, make)
         for microbatches in [request.microbatches] if request.microbatches else reversed(plans.even_microbatches):
-            plan = plans.plan(microbatches, min(below_s, least_s))
-            seconds = _step_s(plan, request)
-            if seconds >= least_s:
+            least_s = math.inf if said.step_s is None else said.step_s
+            if (bound_s := plans.least_s(microbatches)) >= min(below_s, least_s):
+                said = min(said, TriedStages(count, microbatches, bound_s, is_bound=True), key=_told_s)
+                continue
+            priced = plans.priced(microbatches, min(below_s, least_s))
+            if priced.step_s >= least_s:
                 break
-            fits = request.memory is None or plan.memory == request.memory
-            best, least_s = plan if fits else None, seconds
-            said = TriedStages(count, microbatches, seconds, is_bound=not fits)
+            fits = request.memory is None or priced.plan.memory == request.memory
+            best = priced.plan if fits else None
+            said = TriedStages(count, microbatches, priced.step_s, is_bound=not fits)
     except PlanError as error:
         if said.step_s is None:
             said = replace(said, why=str(error).partition("; ")[0])
     return best, said
+
+
+def _told_s(tried: TriedStages) -> float:
+    return math.inf if tried.step_s is None else tried.step_s

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import zip_longest
@@ -25,7 +25,7 @@ from shardwright.compiler.mesh.redistribute import Collective
 from shardwright.compiler.plan.axis_names import with_axis_names
 from shardwright.compiler.plan.decisions import Transfer
 from shardwright.compiler.plan.pipeline.costs import MicrobatchCosts, StagedCosts
-from shardwright.compiler.plan.pipeline.cut import Limit, cut, improved
+from shardwright.compiler.plan.pipeline.cut import Floats, Limit, cut, improved
 from shardwright.compiler.plan.pipeline.fitting import Limits, parameters_read, within_memory
 from shardwright.compiler.plan.pipeline.linear import why_not_in_turns
 from shardwright.compiler.plan.plan import Plan
@@ -33,11 +33,11 @@ from shardwright.compiler.plan.pricing.cost import Seconds
 from shardwright.compiler.plan.pricing.graph import RuledGraph
 from shardwright.compiler.plan.pricing.memory import local_bytes
 from shardwright.compiler.plan.pricing.schedule import (
-    StageSeconds,
     least_seconds,
     read_schedule,
     schedule,
     schedule_problem,
+    seconds_of_cuts,
     simulate,
 )
 from shardwright.compiler.plan.request import PlanRequest
@@ -64,7 +64,7 @@ def staged_plan(graph: RuledGraph, request: PlanRequest, make: Callable[[RuledGr
         PlanError: where the graph does, or has fewer operators than stages.
     """
     plans = StagedPlans(graph, request, make)
-    return plans.plan(request.microbatches or plans.usual_microbatches)
+    return plans.priced(request.microbatches or plans.usual_microbatches).plan
 
 
 class StagedPlans:
@@ -101,11 +101,24 @@ class StagedPlans:
         split = next((inside.leaves[v.name].dims[0] for v in capture.of_kind("input") if v.shape), Split())
         return capture.rows // inside.mesh.extent(split.axes)
 
-    def plan(self, microbatches: int, below_s: float = math.inf) -> Plan:
-        """Return the plan for so many microbatches; without a limit of memory if that takes no less than ``below_s``.
+    def least_s(self, microbatches: int) -> float:
+        """Return seconds that no plan with so many microbatches is below, whatever its cut and its ranks do.
 
-        The ranks of a stage are first planned as if their memory had no limit, and layers recomputed until each stage
-        fits; where that is not enough, as if they held all stages, in as many times their memory.
+        Each operator is split over the ranks of its stage and over microbatches, and takes no less than one that is
+        split over as many devices.
+        """
+        request, parts = self._request, self._request.mesh.size // self._count * microbatches
+        prices = Seconds(request.hardware, request.optimizer)
+        both_s = sum(prices.floor(self._graph, node, parts) for node in operators_in_stages(self._graph.capture))
+        name = read_schedule(request.schedule or _USUAL_SCHEDULE)[0]
+        return least_seconds(both_s, name, self._count, microbatches) + request.hardware.around_s
+
+    def priced(self, microbatches: int, below_s: float = math.inf) -> StagedCosts:
+        """Return the plan for so many microbatches with its prices.
+
+        It is the one without a limit of memory, if that takes no less than ``below_s``. The ranks of a stage are first
+        planned as if their memory had no limit, and layers recomputed until each stage fits; where that is not enough,
+        as if they held all stages, in as many times their memory.
 
         Raises:
             PlanError: where there is none; `OverBudget` where none fits.
@@ -113,7 +126,7 @@ class StagedPlans:
         limit = self._request.memory
         if limit is not None and below_s < math.inf:
             free = self._in_stages(self._inside(None), microbatches, None)
-            if StagedCosts(free, self._request.hardware).step_s >= below_s:
+            if free.step_s >= below_s:
                 return free
         try:
             return self._in_stages(self._inside(None), microbatches, limit)
@@ -141,27 +154,25 @@ class StagedPlans:
             self._insides[memory] = plan if within.axes is not None else with_axis_names(plan)
         return self._insides[memory]
 
-    def _in_stages(self, inside: Plan, microbatches: int, memory: int | None) -> Plan:
+    def _in_stages(self, inside: Plan, microbatches: int, memory: int | None) -> StagedCosts:
         """Return the plan with the schedule asked for; without one with 1F1B, or with GPipe's where that is quicker.
 
         Messages of 1F1B are waited for one by one, which takes longer where links are slow.
         """
         request = self._request
         found = self._scheduled(inside, microbatches, request.schedule or _USUAL_SCHEDULE, memory)
-        stages = found.stages
-        if request.schedule is not None or stages is None or stages.schedule == "gpipe":
+        if request.schedule is not None or found.cut.schedule == "gpipe":
             return found
-        costs = StagedCosts(found, request.hardware)
-        other_s = simulate(schedule("gpipe", stages.count, microbatches), costs.seconds).seconds
-        if other_s > _QUICKER * costs.line_s:
+        other_s = simulate(schedule("gpipe", self._count, microbatches), found.seconds).seconds
+        if other_s > _QUICKER * found.line_s:
             return found
         try:
             other = self._scheduled(inside, microbatches, "gpipe", memory)
         except OverBudget:
             return found
-        return min(found, other, key=lambda plan: StagedCosts(plan, request.hardware).step_s)
+        return min(found, other, key=lambda costs: costs.step_s)
 
-    def _scheduled(self, inside: Plan, microbatches: int, called: str, memory: int | None) -> Plan:
+    def _scheduled(self, inside: Plan, microbatches: int, called: str, memory: int | None) -> StagedCosts:
         request, count = self._request, self._count
         plan = _in_time(inside, request, Stages(count, microbatches, {}))
         flow = _Flow(plan)
@@ -181,7 +192,7 @@ class StagedPlans:
         found = recut(plan, [])
         if found is None:  # of later plans, whose parameters are held where no cut can have them
             found = _in_turns(plan.in_stages(replace(stages, of=flow.stages(stages) or {})), request)
-        return found if memory is None else within_memory(found, memory, recut)
+        return StagedCosts(found if memory is None else within_memory(found, memory, recut), request.hardware)
 
 
 def _in_turns(plan: Plan, request: PlanRequest) -> Plan:
@@ -290,6 +301,26 @@ def _cut_further(layout: Layout, along: Layout) -> Layout:
     return Layout(tuple(Split((*first.axes, *then.axes), max(first.unit, then.unit)) for then, first in dims))
 
 
+def operators_in_stages(capture: Capture, of_microbatch: Container[str] = ()) -> list[Node]:
+    """Return the operators that depend on the batch and on parameters, in order of execution.
+
+    Args:
+        of_microbatch: others that are split over microbatches, and so depend on the batch.
+    """
+    fed = {value.name for value in capture.of_kind("input")}
+    weighed = {value.name for value in capture.of_kind("parameter")}
+    found = []
+    for node in capture.nodes:
+        operands = set(node.operands)
+        if operands & fed or node.name in of_microbatch:
+            fed.update(node.results)
+        if operands & weighed:
+            weighed.update(node.results)
+        if set(node.results) <= fed and set(node.results) <= weighed:
+            found.append(node)
+    return found
+
+
 @dataclass(frozen=True)
 class _Flow:
     """What flows through the graph of a plan: from the batch, and from parameters."""
@@ -306,18 +337,8 @@ class _Flow:
 
         Cached, as all of this class: the plan is frozen.
         """
-        fed = {value.name for value in self.capture.of_kind("input")}
-        weighed = {value.name for value in self.capture.of_kind("parameter")}
-        found = []
-        for node in self.capture.nodes:
-            operands = set(node.operands)
-            if operands & fed or MICROBATCHES in self.plan.strategies[node.name].used:
-                fed.update(node.results)
-            if operands & weighed:
-                weighed.update(node.results)
-            if set(node.results) <= fed and set(node.results) <= weighed:
-                found.append(node)
-        return found
+        of_microbatch = {name for name, strategy in self.plan.strategies.items() if MICROBATCHES in strategy.used}
+        return operators_in_stages(self.capture, of_microbatch)
 
     def stages(self, stages: Stages, limits: Limits = ()) -> dict[str, int] | None:
         """Return the stage of each of these operators; None where no cut keeps the limits.
@@ -338,36 +359,34 @@ class _Flow:
         first = cut(both_s, crossing, stages.total, limits)
         if first is None:
             return None
-        found, line_s = [first], partial(self._line_s, stages)
+        found = [first]
         noticed = max(crossing[start] for start in first) > _NOTICED * sum(both_s) / stages.total
         if noticed:
             others = [cut(both_s, crossing, stages.total, limits, overlapped=True)]
             others.append(cut(both_s, [2 * s for s in crossing], stages.total, limits))
             found += [other for other in others if other]
+        line_s = partial(self._line_s, stages)
         if noticed or stages.microbatches < _MANY * stages.total:
             found = [improved(starts, len(nodes), line_s, limits) for starts in found]
-        starts = min(found, key=line_s)
+        starts = found[int(line_s(np.array(found)).argmin())]
         of, stage = {}, -1
         for at, node in enumerate(nodes):
             stage += at in starts
             of[node.name] = stage
         return of
 
-    def _line_s(self, stages: Stages, starts: Sequence[int], most: float = math.inf) -> float:
-        """Return the seconds in which the microbatches go through stages that begin there; ``most`` if that is less."""
+    def _line_s(self, stages: Stages, starts: NDArray[np.int64]) -> Floats:
+        """Return the seconds in which the microbatches go through stages that begin there, of each row."""
         assert self.plan.hardware is not None
-        crossing, on_demand = [*self._crossing, (0.0, 0.0)], not self.plan.hardware.receives_early
-        of_stages = []
-        for start, end in zip(starts, [*starts[1:], len(self.staged)], strict=True):
-            forward_s, backward_s = (float(seconds) for seconds in self._until[end] - self._until[start])
-            of_stages.append(StageSeconds(forward_s, backward_s, crossing[end][0], on_demand=on_demand))
-        if least_seconds(of_stages, stages.microbatches, stages.count) >= most:
-            return most
+        ends = np.concatenate([starts[:, 1:], np.full((len(starts), 1), len(self.staged))], axis=1)
+        forward, backward = np.moveaxis(self._until[ends] - self._until[starts], 2, 0)
+        message = np.array([there for there, _ in (*self._crossing, (0.0, 0.0))])[ends]
         table = schedule(stages.schedule, stages.count, stages.microbatches, stages.total)
-        return simulate(table, of_stages).seconds
+        on_demand = not self.plan.hardware.receives_early
+        return seconds_of_cuts(table, forward.T, backward.T, message.T, on_demand=on_demand)
 
     @cached_property
-    def _until(self) -> NDArray[np.float64]:
+    def _until(self) -> Floats:
         """The seconds of the first operators, of none at first, forward and backward. Cached as all of this class."""
         return np.concatenate([np.zeros((1, 2)), np.cumsum(self._seconds, axis=0)])
 

@@ -16,9 +16,12 @@ finds out whether the groups would wait for each other forever, how many microba
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar, cast
+
+import numpy as np
+from numpy.typing import NDArray
 
 from shardwright.errors import UsageError
 
@@ -148,6 +151,11 @@ def _zero_bubble(group: int, groups: int, microbatches: int) -> Iterator[Action]
     yield from (Action("weights", group, m) for m in range(max(0, microbatches - group), microbatches))
 
 
+Floats = NDArray[np.float64]
+Time = TypeVar("Time", float, Floats)
+"""Seconds of one cut into stages, or of several."""
+
+
 class StageSeconds(NamedTuple):
     """What a stage takes for a microbatch: its forward, its backward, and a message to the next stage, or back.
 
@@ -200,67 +208,131 @@ def simulate(table: Table, stages: Sequence[StageSeconds]) -> Run:
     Raises:
         AssertionError: where groups wait for each other forever, or take messages in another order than they come.
     """
-    count = len(stages)
-    ends: dict[Action, float] = {}
-    arrives: dict[Action, float] = {}  # by who reads a message of another group; when it was sent, if on demand
-    links = defaultdict[tuple[int, str], float](float)  # when the last message of a group in a direction has gone
-    at, free = [0] * len(table), [0.0] * len(table)
-    sent: dict[tuple[int, str], list[Action]] = {
-        (group, kind): [] for group in range(len(table)) for kind in ("forward", "backward")
-    }  # who reads what a group has sent
+    turns = _turns(table, len(stages))
+    took = {kind: [stage.of(kind) for stage in stages] for kind in ("forward", "backward", "weights")}
+    on_demand = [stage.on_demand for stage in stages]
+    ends = _ends(turns, took, [stage.message for stage in stages], on_demand, max, 0.0)
+    busy = tuple(sum(stages[each.stage].of(each.kind) for each in row) for row in table)
+    held = tuple(most_held(row).total() for row in table)
+    return Run({turn.action: end for turn, end in zip(turns, ends, strict=True)}, held, busy)
+
+
+def seconds_of_cuts(
+    table: Table, forward: Floats, backward: Floats, message: Floats, *, on_demand: bool = False
+) -> Floats:
+    """Return what `Run.seconds` says of each of several cuts into stages, which are gone through at once.
+
+    >>> two, none = np.array([[1.0, 2.0], [1.0, 1.0]]), np.zeros((2, 2))
+    >>> seconds_of_cuts(schedule("gpipe", 2, 3), two, none, none)
+    array([4., 7.])
+
+    Args:
+        forward: seconds of each stage for a microbatch, a row for each stage and a column for each cut.
+        backward: as many, gradients of weights with it.
+        message: seconds to the next stage, and back.
+        on_demand: whether messages are, as `StageSeconds` says.
+    """
+    took = {"forward": [*forward], "backward": [*backward], "weights": [*np.zeros_like(backward)]}
+    turns, of_stages = _turns(table, len(forward)), [on_demand] * len(forward)
+    ends = _ends(turns, took, [*message], of_stages, np.maximum, np.zeros(forward.shape[1]))
+    return cast(Floats, np.maximum.reduce(ends))
+
+
+class _Turn(NamedTuple):
+    """An action, the group that does it, and whose message it takes: as a place in the order; None for no message."""
+
+    action: Action
+    group: int
+    takes: int | None
+
+
+def _turns(table: Table, count: int) -> list[_Turn]:
+    """Return all actions in an order in which what each reads is there before it.
+
+    Raises:
+        AssertionError: where groups wait for each other forever, or take messages in another order than they come.
+    """
+    found: list[_Turn] = []
+    places: dict[Action, int] = {}
+    comes: dict[Action, int] = {}  # by who takes a message, who has sent it
+    at = [0] * len(table)
+    sent = defaultdict[tuple[int, str], list[Action]](list)  # who takes what a group has sent in a direction
     while True:
-        moved = False
+        before = len(found)
         for group, row in enumerate(table):
             while at[group] < len(row):
                 action = row[at[group]]
-                ready = arrives.get(action) if _reads_message(action, count) else _ready(action, ends, count)
-                reader, before = _reader(action, count), sent.get((group, action.kind), [])
-                full = len(before) > UNDER_WAY and before[-1 - UNDER_WAY] not in ends  # earlier ones were seen before
-                if ready is None or (reader and full):
+                reads, reader = _reads_message(action, count), _reader(action, count)
+                ready = action in comes if reads else _is_ready(action, places)
+                to = sent[group, action.kind]
+                full = len(to) > UNDER_WAY and to[-1 - UNDER_WAY] not in places  # earlier ones were seen before
+                if not ready or (reader and full):
                     break
-                begins = max(free[group], ready)
-                if _reads_message(action, count) and (message := _message(action, stages)).on_demand:
-                    begins += message.message
-                free[group] = ends[action] = begins + stages[action.stage].of(action.kind)
                 if reader:
-                    before.append(reader)
-                    link, message = (group, action.kind), _message(reader, stages)
-                    links[link] = max(free[group], links[link]) + message.message
-                    arrives[reader] = free[group] if message.on_demand else links[link]
+                    to.append(reader)
+                    comes[reader] = len(found)
+                places[action] = len(found)
+                found.append(_Turn(action, group, comes[action] if reads else None))
                 at[group] += 1
-                moved = True
-        if not moved:
+        if len(found) == before:
             break
     stuck = [str(row[place]) for place, row in zip(at, table, strict=True) if place < len(row)]
     assert not stuck, f"the groups wait for each other forever, before {', '.join(stuck)}"
     _check_order(table, count)
-    busy = tuple(sum(stages[each.stage].of(each.kind) for each in row) for row in table)
-    return Run(ends, tuple(most_held(row).total() for row in table), busy)
+    return found
 
 
-def least_seconds(stages: Sequence[StageSeconds], microbatches: int, groups: int) -> float:
-    """Return seconds before which no schedule of these stages on so many groups has ended.
+def _ends(
+    turns: Sequence[_Turn],
+    took: Mapping[str, Sequence[Time]],
+    messages: Sequence[Time],
+    on_demand: Sequence[bool],
+    larger: Callable[[Time, Time], Time],
+    start: Time,
+) -> list[Time]:
+    """Return when each action ends, of one cut into stages or, with arrays, of several.
 
-    A group begins when the first microbatch has come to it, and after its last backward that one goes on to the first
-    stage. Messages on demand are among what takes its time.
-
-    >>> least_seconds([StageSeconds(1.0, 2.0)] * 4, microbatches=8, groups=4)
-    33.0
+    Args:
+        took: seconds of actions, by their kind and their stage.
+        messages: of each stage, to the next one and back.
     """
-    ahead = back = least = 0.0
-    for group in range(groups):
-        both = weights = 0.0
-        for stage in range(group, len(stages), groups):
-            waits = [
-                stages[at].message for at in (stage - 1, stage) if stages[at].on_demand and 0 <= at < len(stages) - 1
-            ]
-            both += stages[stage].forward + stages[stage].backward + sum(waits)
-            weights += stages[stage].weights
-        came = stages[group - 1].message if group and stages[group - 1].on_demand else 0.0  # which its waits count
-        least = max(least, ahead - came + microbatches * both + max(back, microbatches * weights))
-        ahead += stages[group].forward + stages[group].message
-        back += stages[group].backward + stages[group].message
-    return least
+    free = defaultdict[int, Time](lambda: start)  # when a group has done what it did so far
+    links = defaultdict[tuple[int, str], Time](lambda: start)  # when its last message in a direction has gone
+    ends: list[Time] = []
+    arrives: list[Time] = []  # the message that follows, or when it was sent, if on demand
+    for action, group, takes in turns:
+        begins = free[group]
+        if takes is not None:
+            message = _message(action)
+            begins = larger(begins, arrives[takes])
+            begins = begins + messages[message] if on_demand[message] else begins
+        free[group] = begins + took[action.kind][action.stage]
+        ends.append(free[group])
+        arrives.append(free[group])
+        if reader := _reader(action, len(messages)):
+            message, link = _message(reader), (group, action.kind)
+            links[link] = larger(free[group], links[link]) + messages[message]
+            arrives[-1] = free[group] if on_demand[message] else links[link]
+    return ends
+
+
+def least_seconds(both_s: float, name: str, groups: int, microbatches: int) -> float:
+    """Return seconds before which no cut into stages, however long each is, has ended on so many groups.
+
+    In GPipe and 1F1B a group begins after the forward of one microbatch in the stages before its own, and their
+    backward is left when it ends: with `P` the seconds before its stage, of `t` seconds, no end is before
+    ``P + microbatches * t``, whatever the group. That is least where it is the same for all. In other schedules some
+    group takes no less than all do on average.
+
+    >>> round(least_seconds(3.0 * 4, "1f1b", groups=4, microbatches=8), 2)  # 33 for stages that are alike
+    29.0
+
+    Args:
+        both_s: seconds of a microbatch in all stages, forward and backward.
+    """
+    if name in ("gpipe", "1f1b"):
+        return both_s / (1 - (1 - 1 / microbatches) ** groups)
+    return both_s * microbatches / groups
 
 
 def _reads_message(action: Action, count: int) -> bool:
@@ -269,17 +341,15 @@ def _reads_message(action: Action, count: int) -> bool:
     return stage > 0 if kind == "forward" else kind == "backward" and stage + 1 < count
 
 
-def _message(reader: Action, stages: Sequence[StageSeconds]) -> StageSeconds:
-    """Return the stage whose message an action reads: of a forward the one before, of a backward its own."""
-    return stages[reader.stage - 1 if reader.kind == "forward" else reader.stage]
+def _message(reader: Action) -> int:
+    """Return the stage whose message an action takes: of a forward the one before, of a backward its own."""
+    return reader.stage - 1 if reader.kind == "forward" else reader.stage
 
 
-def _ready(action: Action, ends: dict[Action, float], count: int) -> float | None:
-    """Return when all that an action reads of its own group is there; None where that is not known yet."""
+def _is_ready(action: Action, done: Container[Action]) -> bool:
+    """Return whether all that an action reads of its own group is there."""
     kind, stage, microbatch = action
-    if kind == "forward":
-        return 0.0
-    return ends.get(Action("backward" if kind == "weights" else "forward", stage, microbatch))
+    return kind == "forward" or Action("backward" if kind == "weights" else "forward", stage, microbatch) in done
 
 
 def _reader(action: Action, count: int) -> Action | None:
