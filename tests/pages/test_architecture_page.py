@@ -32,3 +32,21 @@ def test_the_values_are_frozen_and_of_their_rooms():
     for room, _, values in TABLE:
         for value in re.findall(r"`(\w+)`", values):
             assert is_frozen(room, value), f"{room} defines no frozen {value}"
+
+
+def test_every_answer_names_files_and_what_they_define():
+    answers = re.findall(r"^\| .*\? \| (.*) \|$", (DOCS / "architecture.md").read_text(), re.MULTILINE)
+    assert len(answers) > 15
+    for answer in answers:
+        folder, defined, names = package.FOLDER, set[str](), set[str]()
+        for named in re.findall(r"`([\w/.]+)`", answer):
+            if "/" not in named and not named.endswith(".py"):
+                names.update(named.split("."))
+                continue
+            places = [root / named for root in (package.FOLDER, folder, folder.parent) if (root / named).exists()]
+            assert places, f"{named} is not there: {answer}"
+            if places[0].suffix == ".py":
+                folder = places[0].parent
+                nodes = ast.walk(ast.parse(places[0].read_bytes()))
+                defined |= {node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+        assert names <= defined, f"{names - defined} are defined elsewhere: {answer}"

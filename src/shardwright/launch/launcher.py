@@ -302,8 +302,8 @@ class Launcher:
         connection.over = True
         code, what = connection.why_lost(self.attempt.run_id, self.not_ours)
         self.unsure_until_s = max(self.unsure_until_s, time.monotonic() + connection.may_live_s)
-        loss = RankEnd(-1, code or 1, lost_s, host=connection.name, loss=f"{what}, and all ranks with it")
-        match self.judge.lost(loss, connection.ranks):
+        end = RankEnd(-1, code or 1, lost_s, host=connection.name, other_cause=f"{what}, and all ranks with it")
+        match self.judge.host_lost(end, connection.ranks):
             case "say":
                 self.say(what)
             case "not started":
@@ -320,7 +320,7 @@ class Launcher:
         self.judge.settle(self.connections.leases().items(), time.monotonic())
 
     def _judge(self) -> None:
-        cause = self.judge.first(time.monotonic(), self.connections.gone)
+        cause = self.judge.decide(time.monotonic(), self.connections.gone)
         if cause is not None:
             details = self.judge.details(cause, self.logs.path, self.logs.stdout_tail)
             self._fail(cause, cause.rank if cause.rank >= 0 else None, details)
@@ -354,7 +354,7 @@ class Launcher:
             self.stall.reported()
             return
         odd = hang.verdict()[1]
-        cause = RankEnd(-1, STALLED_CODE, time.time(), loss=headline(hang))
+        cause = RankEnd(-1, STALLED_CODE, time.time(), other_cause=headline(hang))
         self.judge.blame(cause)
         self._fail(cause, odd[0] if len(odd) == 1 else None, details)
 

@@ -31,9 +31,9 @@ def test_a_complaint_about_a_peer_waits_for_hosts_that_have_not_answered():
     assert judge.ended(failure(0, 1, 50.0, 5.0, ECHO))
     judge.settle([("host0", 10.0), ("host1", 10.0)], 100.0)
     judge.answered("host0", {})
-    assert judge.first(101.0) is None
+    assert judge.decide(101.0) is None
     judge.answered("host1", {1: ("ValueError: x", 49.9)})
-    assert judge.first(102.0).rank == 1
+    assert judge.decide(102.0).rank == 1
     assert judge.headline(judge.cause) == "rank 1 on host1 failed first: exit code 1, ValueError: x"
 
 
@@ -41,8 +41,8 @@ def test_a_complaint_that_nobody_explains_is_told_after_the_lease():
     judge = running(hosts=HOSTS)
     judge.ended(failure(0, 1, 50.0, 0.0, ECHO))
     judge.settle([("host1", 10.0)], 100.0)
-    assert judge.first(109.0) is None
-    assert judge.first(111.0).rank == 0
+    assert judge.decide(109.0) is None
+    assert judge.decide(111.0).rank == 0
 
 
 def test_the_earlier_failure_by_corrected_clocks_is_the_cause():
@@ -50,7 +50,7 @@ def test_the_earlier_failure_by_corrected_clocks_is_the_cause():
     judge.ended(failure(0, 3, 50.05, -5.0))
     judge.ended(failure(1, 4, 50.0, 5.0))
     judge.settle([], 100.0)
-    assert judge.first(100.0).rank == 1, "all have ended, and nobody is waited for"
+    assert judge.decide(100.0).rank == 1, "all have ended, and nobody is waited for"
     assert judge.outcome().exit_code == 4
 
 
@@ -60,11 +60,11 @@ def test_others_have_a_while_to_have_failed_before():
     assert judge.ended(RankEnd(0, 3, 50.0))
     judge.settle([("here", None)], 100.0)
     assert judge.wait_s(100.05) == pytest.approx(0.15)
-    assert judge.first(100.1) is None
+    assert judge.decide(100.1) is None
     assert not judge.ended(RankEnd(1, -6, 49.9)), "the others are asked already"
-    cause = judge.first(100.1)
+    cause = judge.decide(100.1)
     assert (cause.rank, judge.wait_s(100.1), judge.ending) == (1, None, True)
-    assert judge.first(200.0) is None, "it is told once"
+    assert judge.decide(200.0) is None, "it is told once"
     later = ["rank 2 returned 0, 0.900 s before", "after it failed rank 0"]
     assert judge.details(cause, "{1} of {0}".format) == ["its log: stderr of 1", *later]
     printed = [f"    line {number}" for number in range(8, 20)]
@@ -88,20 +88,20 @@ def test_a_traceback_is_told_without_what_was_printed_and_with_what_helps():
 
 def test_ranks_of_a_lost_host_are_not_waited_for():
     judge = running(hosts=HOSTS)
-    loss = RankEnd(-1, 1, 50.0, host="host1", loss="nothing was heard from host1, and all ranks with it")
-    assert judge.lost(loss, [1]) == "settle"
+    end = RankEnd(-1, 1, 50.0, host="host1", other_cause="nothing was heard from host1, and all ranks with it")
+    assert judge.host_lost(end, [1]) == "settle"
     judge.settle([("host0", 10.0)], 100.0)
     judge.ended(failure(0, 1, 50.1, 0.0, ECHO))
-    assert judge.first(100.0, gone={1}) is loss
-    assert judge.headline(loss) == loss.loss
-    assert judge.outcome() == Outcome(FAILED, 1, loss.loss)
+    assert judge.decide(100.0, gone={1}) is end
+    assert judge.headline(end) == end.other_cause
+    assert judge.outcome() == Outcome(FAILED, 1, end.other_cause)
 
 
 def test_a_supervisor_s_own_end_is_the_exit_code():
     judge = running(1)
-    judge.lost(RankEnd(-1, -9, 50.0, loss="the supervisor of the ranks was killed by SIGKILL"), [0])
+    judge.host_lost(RankEnd(-1, -9, 50.0, other_cause="the supervisor of the ranks was killed by SIGKILL"), [0])
     judge.settle([], 100.0)
-    judge.first(101.0, gone={0})
+    judge.decide(101.0, gone={0})
     assert judge.outcome().exit_code == 137
 
 
@@ -114,14 +114,14 @@ def test_a_signal_ends_ranks_and_a_second_ctrl_c_kills_them():
     assert judge.interrupt(signal.SIGTERM) == "nothing"
     assert judge.interrupt(signal.SIGINT) == "kill"
     judge.ended(RankEnd(0, -2, 50.0, signalled=True))
-    assert judge.first(200.0) is None
+    assert judge.decide(200.0) is None
     assert judge.outcome() == Outcome(INTERRUPTED, 130)
 
 
 def test_a_signal_before_any_rank_has_started_abandons_them():
     judge = Judge(2, hosts=HOSTS)
     assert judge.interrupt(signal.SIGTERM) == "abandon"
-    assert judge.lost(RankEnd(-1, 1, 50.0, host="host0", loss="the connection ended"), [0]) == "nothing"
+    assert judge.host_lost(RankEnd(-1, 1, 50.0, host="host0", other_cause="the connection ended"), [0]) == "nothing"
     assert judge.outcome() == Outcome(INTERRUPTED, 143)
 
 
@@ -129,7 +129,7 @@ def test_a_failure_that_a_signal_comes_after_stays_the_cause():
     judge = running()
     judge.ended(RankEnd(0, 5, 50.0))
     judge.settle([], 100.0)
-    judge.first(101.0)
+    judge.decide(101.0)
     assert judge.interrupt(signal.SIGTERM) == "nothing"
     assert (judge.outcome().exit_code, judge.told_to_end) == (5, signal.SIGTERM)
 
@@ -139,7 +139,7 @@ def test_a_signal_that_comes_while_others_are_asked_is_what_ends_the_job():
     judge.ended(RankEnd(0, 5, 50.0))
     judge.settle([], 100.0)
     assert judge.interrupt(signal.SIGTERM) == "end"
-    assert judge.first(101.0, gone={0, 1}) is None
+    assert judge.decide(101.0, gone={0, 1}) is None
     assert judge.outcome() == Outcome(INTERRUPTED, 143)
 
 
@@ -147,14 +147,14 @@ def test_a_signal_that_comes_while_others_are_asked_is_what_ends_the_job():
 def test_a_host_that_is_lost_while_the_job_ends_is_told_where_there_are_several(hosts, expected):
     judge = running(hosts=hosts)
     judge.interrupt(signal.SIGINT)
-    assert judge.lost(RankEnd(-1, 1, 50.0, host="host1", loss="gone"), [1]) == expected
-    assert judge.losses == []
+    assert judge.host_lost(RankEnd(-1, 1, 50.0, host="host1", other_cause="gone"), [1]) == expected
+    assert judge.lost_hosts == []
 
 
 def test_a_host_that_is_lost_before_its_ranks_started_has_not_started():
     judge = Judge(2, hosts=HOSTS)
     judge.rank_started(0)
-    assert judge.lost(RankEnd(-1, 1, 50.0, host="host1", loss="gone"), [1]) == "not started"
+    assert judge.host_lost(RankEnd(-1, 1, 50.0, host="host1", other_cause="gone"), [1]) == "not started"
     judge.not_started = "host1: gone while it imported torch"
     assert judge.outcome() == Outcome(FAILED, 1, "host1: gone while it imported torch")
 
@@ -162,7 +162,7 @@ def test_a_host_that_is_lost_before_its_ranks_started_has_not_started():
 def test_a_hang_is_blamed_on_what_was_seen():
     judge = running()
     judge.ended(RankEnd(1, 0, 49.0))
-    judge.blame(RankEnd(-1, 124, 50.0, loss="no rank has finished a step"))
+    judge.blame(RankEnd(-1, 124, 50.0, other_cause="no rank has finished a step"))
     assert not judge.undecided
     assert judge.outcome() == Outcome(FAILED, 124, "no rank has finished a step")
 
@@ -170,5 +170,5 @@ def test_a_hang_is_blamed_on_what_was_seen():
 def test_all_returned_0():
     judge = running()
     assert [judge.ended(RankEnd(rank, 0, 50.0)) for rank in range(2)] == [False, False]
-    assert judge.first(100.0) is None
+    assert judge.decide(100.0) is None
     assert judge.outcome() == Outcome(SUCCEEDED, 0)

@@ -69,7 +69,7 @@ class RankEnd:
     stderr_tail: bytes = b""
     error: str | None = None  # "ValueError: message", from its error file
     host: str = ""  # where the job has several
-    loss: str | None = None  # no rank, but the end of all that were on a host, in words
+    other_cause: str | None = None  # in words, where no rank failed by itself: its host is gone, or ranks hang
     of_torchrun: int | None = None  # where this is the end of a torchrun: which of its ranks the code is of
 
     @property
@@ -80,7 +80,7 @@ class RankEnd:
     @property
     def only_lost_peer(self) -> bool:
         """Return whether the error only says that a peer was lost, which another rank's failure causes."""
-        if self.loss is not None:
+        if self.other_cause is not None:
             return False
         return _LOST_PEER.search(b"\n".join(self.last_lines()) + (self.error or "").encode()) is not None
 
@@ -192,7 +192,7 @@ class Judge:
         self.started: set[int] = set()
         self.ends: dict[int, RankEnd] = {}
         self.errors: dict[int, tuple[str, float]] = {}  # of ranks that may not have ended yet
-        self.losses: list[RankEnd] = []
+        self.lost_hosts: list[RankEnd] = []
         self.cause: RankEnd | None = None
         self.ending = False  # the ranks have been told to end
         self.interrupted: int | None = None  # by the signal that began to end the ranks
@@ -222,15 +222,15 @@ class Judge:
         self._settle_at_s = None
         return "end" if self.started else "abandon"
 
-    def lost(self, loss: RankEnd, ranks: Iterable[int]) -> Literal["settle", "not started", "say", "nothing"]:
+    def host_lost(self, end: RankEnd, ranks: Iterable[int]) -> Literal["settle", "not started", "say", "nothing"]:
         """Note the loss of the host of these ranks; returns what is to be done: with "say", no more than to say so."""
         if self.interrupted is not None or self.cause is not None:
             abandoned = self.interrupted is not None and not self.started
             return "say" if self.hosts and not abandoned else "nothing"
         if not self.started.intersection(ranks):
             return "not started"
-        self.losses.append(loss)
-        self.answered(loss.host, {})
+        self.lost_hosts.append(end)
+        self.answered(end.host, {})
         return "settle"
 
     def settle(self, asked: Iterable[tuple[str, float | None]], now_s: float) -> None:
@@ -254,7 +254,7 @@ class Judge:
         """Return the seconds until it may be time to judge."""
         return max(0.0, self._settle_at_s - now_s) if self._settle_at_s is not None else None
 
-    def first(self, now_s: float, gone: Collection[int] = ()) -> RankEnd | None:
+    def decide(self, now_s: float, gone: Collection[int] = ()) -> RankEnd | None:
         """Return the cause, if it is time to name it. From the ranks in ``gone`` nothing more will come."""
         all_ended = len(self.ends.keys() | gone) == self.ranks
         if self.ending or self.cause is not None or self._settle_at_s is None:
@@ -266,7 +266,7 @@ class Judge:
             for rank, (text, time_s) in self.errors.items()
             if rank not in self.ends
         ]
-        cause = first_failure([*self.ends.values(), *dying, *self.losses])
+        cause = first_failure([*self.ends.values(), *dying, *self.lost_hosts])
         awaited = [until_s for until_s in self._waits.values() if until_s > now_s]
         if cause.only_lost_peer and awaited and not all_ended:
             self._settle_at_s = now_s + SETTLE_S
@@ -280,8 +280,8 @@ class Judge:
         self._settle_at_s = None
 
     def headline(self, cause: RankEnd) -> str:
-        if cause.loss is not None:
-            return cause.loss
+        if cause.other_cause is not None:
+            return cause.other_cause
         where = f" on {cause.host}" if cause.host else ""
         return f"rank {cause.rank}{where} failed first: {cause.cause()}"
 
@@ -311,7 +311,7 @@ class Judge:
         echoes = [end.rank for end in self.ends.values() if end.code != 0 and end is not cause]
         if echoes:
             lines.append(f"after it failed {describe_ranks(echoes)}")
-        lines += [loss.loss for loss in self.losses if loss is not cause and loss.loss is not None]
+        lines += [end.other_cause for end in self.lost_hosts if end is not cause and end.other_cause is not None]
         return lines
 
     def outcome(self) -> Outcome:
