@@ -51,8 +51,8 @@ from shardwright.runtime.programs.inputs import (
     BatchKind,
     Rows,
     SizeExchange,
+    count_rows,
     global_shapes,
-    height_of,
     look_at,
     rows_of,
 )
@@ -197,9 +197,9 @@ class Parallel(ParallelModel):
         found = look.tensors if look else tensors_of(batch)
         tensors = [x if x.device == device else x.to(device, non_blocking=True) for x in found]
         key = self._programs.keys.of(kind, batch, look)
-        is_cut = isinstance(batch, Batch)
-        if is_cut or self.options.batch != "local" or self.world.size == 1:
-            if self._turns.due_or_after and self.options.batch == "global" and not is_cut:
+        from_loader = isinstance(batch, Batch)
+        if from_loader or self.options.batch != "local" or self.world.size == 1:
+            if self._turns.due_or_after and self.options.batch == "global" and not from_loader:
                 self._same_batch.before(found)
             rows = rows_of(batch, found, self.options.batch, self.world.size)
         else:
@@ -213,17 +213,17 @@ class Parallel(ParallelModel):
             filled = frozenset[Filled]()
         else:
             filled = filled_of(found, conditions)
-            if conditions and (is_cut or self.options.batch == "local"):  # whose parts may be filled unlike
+            if conditions and (from_loader or self.options.batch == "local"):  # whose parts may be filled unlike
                 filled = agreed(filled, conditions, self._lockstep)
         prepared = self._programs.of(Step(kind, batch, rows, step_key, filled))
         return prepared, rows, prepared.inputs(tensors, rows, self._communicator)
 
     def _rows_of_all_ranks(self, tensors: Sequence[Tensor], key: str) -> Rows:
         """Return which rows of the global batch this rank was given, whose sizes all ranks exchange."""
-        height = height_of(tensors)
-        alike = self._same_batch.beside_rows(tensors, height) if self._turns.due_or_after else []
+        count = count_rows(tensors)
+        alike = self._same_batch.beside_rows(tensors, count) if self._turns.due_or_after else []
         try:
-            sizes = self._sizes.of_all_ranks(tensors, height, key, alike)
+            sizes = self._sizes.of_all_ranks(tensors, count, key, alike)
         except Exception as error:  # others may still wait for the sizes of this rank
             self._note_failure(error)
             raise
@@ -277,7 +277,7 @@ class Parallel(ParallelModel):
             return batch.global_size
         tensors = flatten_batch(batch)
         if self.options.batch == "local" and self.world.size > 1:
-            return self._summed(height_of(tensors))
+            return self._summed(count_rows(tensors))
         return rows_of(batch, tensors, self.options.batch, self.world.size).total
 
     def replay(self, batch: Any) -> Replay:

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from ranks import run_ranks
-from shardwright.compiler.mesh.carried import moved, summed_as
+from shardwright.compiler.mesh.carried import movable, summed_as
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.mesh.processes import communicator_over
 from shardwright.distributed.backends.table import BACKENDS, GLOO, NCCL, Backend
@@ -74,12 +74,12 @@ def test_every_dtype_travels():
 @pytest.mark.parametrize("backend", [NCCL, GLOO], ids=lambda row: row.name)
 def test_what_a_backend_is_given_is_what_it_takes(backend):
     for dtype in MOVED:
-        assert str(moved(numbers(dtype, 0), backend).dtype).removeprefix("torch.") in backend.dtypes
+        assert str(movable(numbers(dtype, 0), backend).dtype).removeprefix("torch.") in backend.dtypes
     for dtype in SUMMED:
-        numbers_of = summed_as(dtype, backend)
-        given = numbers(dtype, 0) if numbers_of is None else numbers_of.made(numbers(dtype, 0))
+        sum_dtype = summed_as(dtype, backend)
+        given = numbers(dtype, 0) if sum_dtype is None else sum_dtype.cast(numbers(dtype, 0))
         assert str(given.dtype).removeprefix("torch.") in backend.dtypes
-        assert numbers_of is None or numbers_of.back(given).dtype == dtype
+        assert sum_dtype is None or sum_dtype.cast_back(given).dtype == dtype
 
 
 def test_a_sum_that_no_backend_can_make_is_refused():

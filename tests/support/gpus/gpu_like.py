@@ -96,8 +96,8 @@ class OnGpus:
                 raise LoweringError(f"a tensor on {tensor.device} is to be moved by the GPUs of {self.device}")
             if not tensor.is_contiguous():
                 raise LoweringError("a tensor that is not contiguous is to be moved")
-            numbers = summed_as(tensor.dtype, NCCL) if sums else None
-            made = tensor if numbers is None else numbers.made(tensor)
+            sum_dtype = summed_as(tensor.dtype, NCCL) if sums else None
+            made = tensor if sum_dtype is None else sum_dtype.cast(tensor)
             if sums and str(made.dtype).removeprefix("torch.") not in NCCL.dtypes:
                 raise LoweringError(f"NCCL cannot sum {tensor.dtype}")
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.common.pulse import Pulse, own_pulse
-from shardwright.compiler.mesh.carried import Numbers, moved, summed_as
+from shardwright.compiler.mesh.carried import SumDtype, movable, summed_as
 from shardwright.compiler.mesh.collectives import Axes, Communicator
 from shardwright.compiler.mesh.groups import SharedGroups
 from shardwright.compiler.mesh.mesh import PIPELINE, Mesh
@@ -76,11 +76,11 @@ class ProcessCommunicator:
         self._groups: dict[frozenset[str], dist.ProcessGroup] = {}
         # Cached by the axes and the type of device, until `close`: groups and their backends stay.
         self._channels: dict[tuple[Axes, str], _Channel] = {}
-        # Cached by the axes, the type of device and the dtype, of which numbers to sum in follow; None: in their own.
-        self._sums: dict[tuple[Axes, str, torch.dtype], tuple[_Channel | None, Numbers | None]] = {}
+        # Cached by the axes, the type of device and the dtype, from which the dtype to sum in follows; None: its own.
+        self._sums: dict[tuple[Axes, str, torch.dtype], tuple[_Channel | None, SumDtype | None]] = {}
         # For messages of the backward between stages: NCCL does all of one group in the order in which they are begun,
         # and two stages that each send first would wait for each other.
-        self._returning: dist.ProcessGroup | None = None
+        self._backward_group: dist.ProcessGroup | None = None
 
     def prepare(self, axes_sets: Iterable[Axes]) -> None:
         """Make the groups for these sets of axes. All ranks call it together, with the same sets in any order."""
@@ -89,14 +89,14 @@ class ProcessCommunicator:
         for axes, group in zip(missing, self._shared.take(self.mesh, missing), strict=True):
             self._groups[frozenset(axes)] = group
         if (PIPELINE,) in missing:
-            [self._returning] = self._shared.take(self.mesh, [(PIPELINE,)], number=1)
+            [self._backward_group] = self._shared.take(self.mesh, [(PIPELINE,)], number=1)
 
     def close(self) -> None:
         """Give the groups back."""
         self._shared.give_back(self.mesh, map(tuple, self._groups))
-        if self._returning is not None:
+        if self._backward_group is not None:
             self._shared.give_back(self.mesh, [(PIPELINE,)], number=1)
-            self._returning = None
+            self._backward_group = None
         self._groups.clear()
         self._channels.clear()
         self._sums.clear()
@@ -115,55 +115,55 @@ class ProcessCommunicator:
             self._lockstep.answer_aside()
         return found
 
-    def _summing(self, axes: Axes, tensor: Tensor) -> tuple[_Channel | None, Numbers | None]:
-        """Return the channel, and in which numbers its backend sums such a tensor; None for its own."""
+    def _summing(self, axes: Axes, tensor: Tensor) -> tuple[_Channel | None, SumDtype | None]:
+        """Return the channel, and the dtype in which its backend sums such a tensor; None for its own."""
         channel = self._channel(axes, tensor)
-        numbers = None if channel is None else summed_as(tensor.dtype, channel.backend)
-        found = self._sums[axes, tensor.device.type, tensor.dtype] = channel, numbers
+        sum_dtype = None if channel is None else summed_as(tensor.dtype, channel.backend)
+        found = self._sums[axes, tensor.device.type, tensor.dtype] = channel, sum_dtype
         return found
 
     def all_reduce(self, tensor: Tensor, axes: Axes) -> Tensor:
         known = self._sums.get((axes, tensor.device.type, tensor.dtype))
-        channel, numbers = self._summing(axes, tensor) if known is None else known
+        channel, sum_dtype = self._summing(axes, tensor) if known is None else known
         if channel is None:
             return tensor
-        total = tensor if numbers is None else numbers.made(tensor)
+        total = tensor if sum_dtype is None else sum_dtype.cast(tensor)
         work = channel.group.allreduce([total], BLOCKING_SUM)
         if work is not None:  # a group gives none where it has ended
             self._lockstep.wait(work, channel.backend.waits_in_turns)
-        if numbers is not None:
-            numbers.write(tensor, total)
+        if sum_dtype is not None:
+            sum_dtype.write(tensor, total)
         return tensor
 
     def start_all_reduce(self, tensor: Tensor, axes: Axes) -> Callable[[], None]:
-        channel, numbers = self._summing(axes, tensor)
+        channel, sum_dtype = self._summing(axes, tensor)
         if channel is None:
             return lambda: None
-        total = tensor if numbers is None else numbers.made(tensor)
+        total = tensor if sum_dtype is None else sum_dtype.cast(tensor)
         work = dist.all_reduce(total, group=channel.group, async_op=True)
         self._lockstep.begun(work)
 
         def finish() -> None:
             self._lockstep.wait(work, channel.backend.waits_in_turns)
-            if numbers is not None:
-                numbers.write(tensor, total)
+            if sum_dtype is not None:
+                sum_dtype.write(tensor, total)
 
         return finish
 
     def all_gather(self, tensor: Tensor, axes: Axes) -> Tensor:
-        return self._gathering(tensor, axes, at_once=True)()
+        return self._gathering(tensor, axes, blocking=True)()
 
     def start_all_gather(self, tensor: Tensor, axes: Axes) -> Callable[[], Tensor]:
-        return self._gathering(tensor, axes, at_once=False)
+        return self._gathering(tensor, axes, blocking=False)
 
-    def _gathering(self, tensor: Tensor, axes: Axes, at_once: bool) -> Callable[[], Tensor]:
+    def _gathering(self, tensor: Tensor, axes: Axes, blocking: bool) -> Callable[[], Tensor]:
         rows = tensor.new_empty(self.mesh.extent(axes), *tensor.shape)
         channel = self._channel(axes, tensor)
         if channel is None:
             rows.copy_(tensor.unsqueeze(0))
             return lambda: rows
-        flat = moved(rows, channel.backend).view(-1), moved(tensor, channel.backend).view(-1)
-        wait = self._begin(all_gather_single, *flat, channel=channel, at_once=at_once)
+        flat = movable(rows, channel.backend).view(-1), movable(tensor, channel.backend).view(-1)
+        wait = self._begin(all_gather_single, *flat, channel=channel, blocking=blocking)
 
         def finish() -> Tensor:
             wait()
@@ -172,32 +172,33 @@ class ProcessCommunicator:
         return finish
 
     def reduce_scatter(self, rows: Tensor, axes: Axes) -> Tensor:
-        return self._scattering(rows, axes, at_once=True)()
+        return self._scattering(rows, axes, blocking=True)()
 
     def start_reduce_scatter(self, rows: Tensor, axes: Axes) -> Callable[[], Tensor]:
-        return self._scattering(rows, axes, at_once=False)
+        return self._scattering(rows, axes, blocking=False)
 
-    def _scattering(self, rows: Tensor, axes: Axes, at_once: bool) -> Callable[[], Tensor]:
-        channel, numbers = self._summing(axes, rows)
+    def _scattering(self, rows: Tensor, axes: Axes, blocking: bool) -> Callable[[], Tensor]:
+        channel, sum_dtype = self._summing(axes, rows)
         if channel is None:
             return lambda: rows[0]
         if not channel.backend.reduce_scatters:
-            exchanged = self._exchanging(rows, channel, at_once)
+            exchanged = self._exchanging(rows, channel, blocking)
 
             def finish() -> Tensor:
                 received = exchanged()
-                brought = received if numbers is None else numbers.made(received)
+                brought = received if sum_dtype is None else sum_dtype.cast(received)
                 scattered = brought.sum(0, dtype=brought.dtype)
-                return scattered if numbers is None else numbers.back(scattered)
+                return scattered if sum_dtype is None else sum_dtype.cast_back(scattered)
 
             return finish
-        given = rows if numbers is None else numbers.made(rows)
+        given = rows if sum_dtype is None else sum_dtype.cast(rows)
         scattered = torch.empty_like(given[0])
-        wait = self._begin(reduce_scatter_single, scattered.view(-1), given.view(-1), channel=channel, at_once=at_once)
+        flat = scattered.view(-1), given.view(-1)
+        wait = self._begin(reduce_scatter_single, *flat, channel=channel, blocking=blocking)
 
         def finish_sum() -> Tensor:
             wait()
-            return scattered if numbers is None else numbers.back(scattered)
+            return scattered if sum_dtype is None else sum_dtype.cast_back(scattered)
 
         return finish_sum
 
@@ -212,17 +213,17 @@ class ProcessCommunicator:
         brought = rows.new_empty(sum(received), *rows.shape[1:])
         exchange = partial(dist.all_to_all_single, output_split_sizes=list(received), input_split_sizes=list(sent))
         row_bytes = math.prod(rows.shape[1:]) * rows.itemsize
-        flat = (moved(x, channel.backend) for x in (brought, rows))  # of some dtypes as bytes
+        flat = (movable(x, channel.backend) for x in (brought, rows))  # of some dtypes as bytes
         pair = [
             x.view(count, row_bytes // x.itemsize) for x, count in zip(flat, (len(brought), len(rows)), strict=True)
         ]
-        self._begin(exchange, *pair, channel=channel, at_once=True)()
+        self._begin(exchange, *pair, channel=channel, blocking=True)()
         return brought
 
     def send(self, tensor: Tensor, axis: str, to: int, backward: bool = False) -> Callable[[], None]:
         channel = self._messages(tensor, axis, backward)
         self._lockstep.answer_aside()  # a message is waited for without a time limit, after which gloo would end
-        work = dist.isend(moved(tensor, channel.backend), group=channel.group, group_dst=to)
+        work = dist.isend(movable(tensor, channel.backend), group=channel.group, group_dst=to)
 
         def wait() -> None:
             nonlocal tensor
@@ -238,13 +239,13 @@ class ProcessCommunicator:
         assert channel is not None
         if not backward:
             return channel
-        assert self._returning is not None
-        return _Channel(self._returning, channel.backend)
+        assert self._backward_group is not None
+        return _Channel(self._backward_group, channel.backend)
 
     def start_receive(self, tensor: Tensor, axis: str, source: int, backward: bool = False) -> Callable[[], Tensor]:
         channel = self._messages(tensor, axis, backward)
         self._lockstep.answer_aside()
-        work = dist.irecv(moved(tensor, channel.backend), group=channel.group, group_src=source)
+        work = dist.irecv(movable(tensor, channel.backend), group=channel.group, group_src=source)
 
         def finish() -> Tensor:
             if work is not None:
@@ -260,10 +261,10 @@ class ProcessCommunicator:
         members, received = self.mesh.group(self.rank, axes), torch.empty_like(tensor)
         at, count = members.index(self.rank), len(members)
         to, source = ([int(i == (at + step) % count) for i in range(count)] for step in (1, -1))
-        pair = (moved(x, channel.backend).view(1, -1) for x in (received, tensor))
+        pair = (movable(x, channel.backend).view(1, -1) for x in (received, tensor))
         # One row for a member, none for others: an all-to-all, as every backend has it.
         shift = partial(dist.all_to_all_single, output_split_sizes=source, input_split_sizes=to)
-        wait = self._begin(shift, *pair, channel=channel, at_once=False)
+        wait = self._begin(shift, *pair, channel=channel, blocking=False)
 
         def finish() -> Tensor:
             wait()
@@ -271,11 +272,11 @@ class ProcessCommunicator:
 
         return finish
 
-    def _exchanging(self, sent: Tensor, channel: _Channel, at_once: bool) -> Callable[[], Tensor]:
+    def _exchanging(self, sent: Tensor, channel: _Channel, blocking: bool) -> Callable[[], Tensor]:
         """Begin to give every member what is for it; what is returned waits for theirs, each as a row of ``sent``."""
         received = torch.empty_like(sent)
-        pair = moved(received, channel.backend), moved(sent, channel.backend)
-        wait = self._begin(dist.all_to_all_single, *pair, channel=channel, at_once=at_once)
+        pair = movable(received, channel.backend), movable(sent, channel.backend)
+        wait = self._begin(dist.all_to_all_single, *pair, channel=channel, blocking=blocking)
 
         def finish() -> Tensor:
             wait()
@@ -284,21 +285,21 @@ class ProcessCommunicator:
         return finish
 
     def _begin(
-        self, collective: Callable[..., dist.Work | None], *tensors: Tensor, channel: _Channel, at_once: bool
+        self, collective: Callable[..., dist.Work | None], *tensors: Tensor, channel: _Channel, blocking: bool
     ) -> Callable[[], None]:
         """Begin a collective; what is returned waits for it, and until then keeps what it reads and writes.
 
-        On GPUs a collective that is waited for ``at_once`` runs on the computing stream. Any other runs on a stream of
-        NCCL's, after what the computing stream was given so far. To wait is ``work.wait()``, which has the computing
-        stream wait, and not the program. Memory of the tensors is not given to others before: torch's
+        On GPUs a ``blocking`` collective, which is waited for at once, runs on the computing stream. Any other runs on
+        a stream of NCCL's, after what the computing stream was given so far. To wait is ``work.wait()``, which has the
+        computing stream wait, and not the program. Memory of the tensors is not given to others before: torch's
         ProcessGroupNCCL keeps them until then, provided that the stream that waits is the one that made them.
         """
         in_turns = channel.backend.waits_in_turns
-        work = collective(*tensors, group=channel.group, async_op=in_turns or not at_once)
+        work = collective(*tensors, group=channel.group, async_op=in_turns or not blocking)
         if work is None:  # it has ended
             return lambda: None
         begun = work
-        if not at_once:
+        if not blocking:
             self._lockstep.begun(begun)
 
         def wait() -> None:

@@ -59,12 +59,12 @@ class SameBatch:
             "batch='local'"
         )
 
-    def beside_rows(self, tensors: Sequence[Tensor], height: int) -> list[str]:
+    def beside_rows(self, tensors: Sequence[Tensor], count: int) -> list[str]:
         """Return the tensors to compare in this call, in words: those without rows, which must be equal on all ranks.
 
-        Each rank passes ``height`` rows of its own. The list is empty where nothing is compared.
+        Each rank passes ``count`` rows of its own. The list is empty where nothing is compared.
         """
-        due = self._due([tensor for tensor in tensors if not (tensor.ndim and tensor.shape[0] == height)])
+        due = self._due([tensor for tensor in tensors if not (tensor.ndim and tensor.shape[0] == count)])
         return list(map(str, due or ()))
 
     def _due(self, tensors: Sequence[Tensor]) -> list[_Shown] | None:

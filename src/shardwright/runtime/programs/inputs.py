@@ -155,28 +155,28 @@ def rows_of(batch: object, tensors: Sequence[Tensor], kind: BatchKind | None, si
     Raises:
         UsageError: where plain tensors come without saying whether they are the whole batch or a part of it.
     """
-    height = next((t.shape[0] for t in tensors if t.ndim), 0)
+    count = count_rows(tensors)
     if isinstance(batch, Batch):
-        ranges = batch.ranges or (((0, height),) if size == 1 else None)
+        ranges = batch.ranges or (((0, count),) if size == 1 else None)
         return Rows((batch.start, batch.stop), batch.global_size, ranges)
     if size == 1 or kind == "global":
-        return Rows((0, height), height, ((0, height),) * size)
+        return Rows((0, count), count, ((0, count),) * size)
     if kind != "local":
         raise UsageError(
             "the batch is made of plain tensors: say batch='local' (each rank passes its own part) or batch='global' "
             "(each rank passes the same whole), or take batches from sw.loader"
         )
-    return in_turn(from_all_ranks(height))
+    return consecutive(from_all_ranks(count))
 
 
-def in_turn(counts: Sequence[int]) -> Rows:
-    """The rows of ranks that have so many each."""
+def consecutive(counts: Sequence[int]) -> Rows:
+    """Return the rows of ranks that have so many each, one rank's after the other's."""
     ends = [sum(counts[: rank + 1]) for rank in range(len(counts))]
     ranges = tuple((end - count, end) for end, count in zip(ends, counts, strict=True))
     return Rows(ranges[dist.get_rank()], ends[-1], ranges)
 
 
-def height_of(tensors: Sequence[Tensor]) -> int:
+def count_rows(tensors: Sequence[Tensor]) -> int:
     """Return how many rows a rank passes."""
     return next((t.shape[0] for t in tensors if t.ndim), 0)
 
@@ -188,9 +188,9 @@ def shown(tensors: Sequence[Tensor]) -> str:
 
 def global_shapes(tensors: Sequence[Tensor], rows: Rows) -> tuple[Shape, ...]:
     """The shapes of the global batch: the first dim counts rows in every tensor that has as many as the first one."""
-    height, total = rows.mine[1] - rows.mine[0], rows.total
+    count, total = rows.mine[1] - rows.mine[0], rows.total
     shapes = [tensor.shape for tensor in tensors]
-    return tuple([(total, *s[1:]) if s and s[0] == height else tuple(s) for s in shapes])
+    return tuple([(total, *s[1:]) if s and s[0] == count else tuple(s) for s in shapes])
 
 
 class SizeExchange:
@@ -203,18 +203,18 @@ class SizeExchange:
         self._lockstep, self._pulse = lockstep, own_pulse()
         self._group: tuple[dist.ProcessGroup, bool] | None = None  # and whether it can be waited for in turns
 
-    def of_all_ranks(self, tensors: Sequence[Tensor], height: int, key: str, alike: Sequence[str]) -> list[list[int]]:
+    def of_all_ranks(self, tensors: Sequence[Tensor], count: int, key: str, alike: Sequence[str]) -> list[list[int]]:
         """Return the sizes that each rank says of its part; all ranks call it together.
 
         Args:
-            tensors: what this rank passes, of ``height`` rows.
+            tensors: what this rank passes, of ``count`` rows.
             key: what the program depends on beside sizes.
             alike: what all ranks are to have passed alike, in words.
 
         Raises:
             UsageError, WorldError: as `Lockstep.wait`.
         """
-        program = _number(f"{key} {global_shapes(tensors, Rows((0, height), -1, None))}")
+        program = _number(f"{key} {global_shapes(tensors, Rows((0, count), -1, None))}")
         beside = _number(str([*alike])) if alike else 0
         if self._group is None:
             group = control_group()
@@ -225,7 +225,7 @@ class SizeExchange:
         group, in_turns = self._group
         # Each rank adds its row to zeros: a sum of so few numbers takes less than an all-gather does.
         everyone = torch.zeros(dist.get_world_size(), _TOLD, dtype=torch.int64, device="cpu")
-        everyone[dist.get_rank()] = torch.tensor([height, program, beside, self._lockstep.calls], device="cpu")
+        everyone[dist.get_rank()] = torch.tensor([count, program, beside, self._lockstep.calls], device="cpu")
         self._pulse.note(b"all_reduce", begins=True)
         try:
             work = group.allreduce([everyone], BLOCKING_SUM)
@@ -243,7 +243,7 @@ class SizeExchange:
             UsageError: on every rank, where parts differ in more than their number of rows, or what is beside rows.
             WorldError: where others tell of an earlier call, in which this rank failed.
         """
-        heights, programs, beside, calls = zip(*told, strict=True)
+        counts, programs, beside, calls = zip(*told, strict=True)
         if len(set(calls)) != 1:
             raise WorldError(
                 f"ranks answer for different calls of the model ({', '.join(map(str, calls))}, rank by rank), since an "
@@ -265,7 +265,7 @@ class SizeExchange:
                 f"and all others alike, but rank 0 passed {passed[0]} and rank {other} passed {passed[other]}; let dim "
                 "0 count the samples in what is cut, or pass the whole batch on all ranks with batch='global'"
             )
-        return replace(in_turn(heights), agreed=True)
+        return replace(consecutive(counts), agreed=True)
 
 
 def _number(text: str) -> int:
@@ -274,11 +274,15 @@ def _number(text: str) -> int:
 
 
 class InputPart(NamedTuple):
-    """The place of this rank's part of an input: in what it was given, or in the whole, from the rows of all ranks."""
+    """The slices of an input that make up this rank's shard.
+
+    They are of what this rank was given; where ranks lack rows, of the global batch, which is gathered from the rows
+    that each rank has: ``exchanged``.
+    """
 
     slices: tuple[slice, ...]
     whole: Shape
-    """The shape that a tensor has if the slices take all of it: -1, which no size is, where one does not begin at 0."""
+    """The shape of a tensor of which the slices take all; with -1, which no size is, where one does not begin at 0."""
     exchanged: tuple[Range, ...] | None = None
 
     @staticmethod
@@ -299,8 +303,8 @@ class InputPart(NamedTuple):
 def input_parts(
     shapes: Sequence[Shape], layouts: Sequence[Layout], rows: Rows, comm: Communicator
 ) -> tuple[list[InputPart], bool]:
-    """Return where this rank's part of every input lies under the plan, and whether ranks had to ask for that."""
-    ranges, talked = (rows.all_ranks, False) if rows.all_ranks else _ranges(rows, shapes, layouts, comm)
+    """Return the slices of every input that are this rank's shard under the plan, and whether ranks communicated."""
+    ranges, communicated = (rows.all_ranks, False) if rows.all_ranks else _ranges(rows, shapes, layouts, comm)
     if len(ranges) != comm.mesh.size:
         raise UsageError(
             f"the batch was cut for {len(ranges)} ranks, and there are {comm.mesh.size}: it comes from a loader for "
@@ -319,15 +323,15 @@ def input_parts(
             parts.append(InputPart.at((slice(part[0].start - start, part[0].stop - start), *part[1:])))
         else:
             parts.append(InputPart.at(part, ranges))
-    return parts, talked
+    return parts, communicated
 
 
 def local_inputs(tensors: Sequence[Tensor], parts: Sequence[InputPart], comm: Communicator) -> list[Tensor]:
-    """This rank's part of every input; rows are exchanged only where ranks lack some."""
+    """Return this rank's shard of every input; rows are gathered from other ranks only where ranks lack some."""
     return [
         tensor
         if part.exchanged is None and tensor.shape == part.whole
-        else part.take(tensor if part.exchanged is None else _everything(tensor, part.exchanged, comm))
+        else part.take(tensor if part.exchanged is None else _global_batch(tensor, part.exchanged, comm))
         for tensor, part in zip(tensors, parts, strict=True)
     ]
 
@@ -351,7 +355,7 @@ def rows_of_output(
 def _ranges(
     rows: Rows, shapes: Sequence[Shape], layouts: Sequence[Layout], comm: Communicator
 ) -> tuple[tuple[Range, ...], bool]:
-    """The rows of every rank, without talking where the plan cuts as a loader without a plan does."""
+    """Return the rows of every rank, without communication where the plan splits as a loader without a plan does."""
     mesh = comm.mesh
     even = tuple(chunk_range(rows.total, mesh.size, rank) for rank in range(mesh.size))
     split = next((layout.dims[0] for s, layout in zip(shapes, layouts, strict=True) if s and s[0] == rows.total), WHOLE)
@@ -365,8 +369,8 @@ def _ranges(
     return tuple(from_all_ranks(rows.mine)), True
 
 
-def _everything(tensor: Tensor, ranges: Sequence[Range], comm: Communicator) -> Tensor:
-    """The whole batch, from the rows of all ranks; ranks with equal ranges hold equal rows."""
+def _global_batch(tensor: Tensor, ranges: Sequence[Range], comm: Communicator) -> Tensor:
+    """Return the global batch, gathered from the rows of all ranks; ranks with equal ranges hold equal rows."""
     widest = max(stop - start for start, stop in ranges)
     padded = tensor.new_zeros(widest, *tensor.shape[1:])
     padded[: tensor.shape[0]] = tensor

@@ -70,12 +70,12 @@ class PreparedProgram:
     """Cached by the rows that ranks were given: shapes and layouts are the program's, whose mesh and rank stay."""
 
     def inputs(self, tensors: Sequence[Tensor], rows: Rows, communicator: Communicator) -> list[Tensor]:
-        """This rank's part of every input, as the plan lays it out."""
+        """Return this rank's shard of every input, as the plan lays it out."""
         key = rows.mine, rows.total, rows.all_ranks
         parts = self.parts.get(key)
         if parts is None:
-            parts, asked = input_parts(self.shapes, self.input_layouts, rows, communicator)
-            if not asked:  # else all ranks ask together, each time
+            parts, communicated = input_parts(self.shapes, self.input_layouts, rows, communicator)
+            if not communicated:  # else all ranks do so together, each time
                 self.parts[key] = parts
         return local_inputs(tensors, parts, communicator)
 

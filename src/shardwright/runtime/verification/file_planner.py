@@ -150,7 +150,7 @@ class FilePlanner:
             UsageError: where it has none.
         """
         with self._autocast():
-            return rows_of(self._built.batches[0])
+            return count_rows(self._built.batches[0])
 
     def plan(self, graph: RuledGraph, request: PlanRequest) -> Plan:
         """Return the plan of a graph. Raises as `make_plan` does."""
@@ -201,7 +201,7 @@ class FilePlanner:
         return autocast_without_gpu() if without else nullcontext(lambda: False)
 
 
-def rows_of(batch: Any) -> int:
+def count_rows(batch: Any) -> int:
     """Return the rows of a batch: the first dim of the first tensor that has one.
 
     Raises:
@@ -225,7 +225,7 @@ def with_rows(batch: Any, rows: int) -> Any:
     Raises:
         UsageError: where the batch has no rows.
     """
-    there = rows_of(batch)
+    there = count_rows(batch)
 
     def scaled(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != there:
