@@ -162,7 +162,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[tuple[Any, ...], ...]]] = {
             ((Shard, Replicate),), (2, 3),
         ),
     ),
-    "links": (cost._road, ((A, B, LINKED), (("a",), ("b",), ("a", "b")), (None, 2, 4))),
+    "links": (cost._links, ((A, B, LINKED), (("a",), ("b",), ("a", "b")), (None, 2, 4))),
     "notation": (notation.parse, (("~ m k+, k+ n -> ~ m n", "m k+, k+ n -> m n", "m k^, k^ n -> m n"),)),
     "orders": (
         exact._steps, (((2, 3, 4), (4, 3, 2)), (((0, 1), (1, 2)), ((0, 2), (1, 2)), ((0, 1, 2), (0, 0))), (6, 1e6))

@@ -223,7 +223,7 @@ def _launch_environment(init_method: str | None, rank: int | None, world_size: i
 def _meet(
     launched: LaunchEnvironment, introduced: Callable[[], Card], deadline: Deadline
 ) -> tuple[Store, Store, tuple[Card, ...]]:
-    """Return the store that is served, the job's part of it, and the cards of all ranks, once all have come."""
+    """Rendezvous: return the store that is served, the job's part of it, and the cards of all ranks."""
     try:
         plain = open_store(launched, deadline)
         store = job_store(plain, launched.job, launched.secret)
@@ -312,6 +312,6 @@ def _start(world: World, store: Store, launched: LaunchEnvironment, timeout: tim
 
 
 def _tell(world: World) -> None:
-    """Let those know that watch the job what this rank's device does, and what it holds."""
+    """Report the load and memory of this rank's device to whoever watches the job."""
     follow_device(own_pulse(), world.device)
     measure_steps(own_pulse().steps, world.device, first_of_host=world.local_rank == 0)

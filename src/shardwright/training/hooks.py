@@ -60,7 +60,7 @@ class Callback:
     """
 
     on_every_rank = False
-    """Return whether a run in which one rank has it needs it on all of them."""
+    """Whether all ranks must have this callback where one has it; else the run is refused."""
 
     def alike(self) -> dict[str, Any]:
         """Return the settings that must be the same on all ranks with this callback, by name; a path is a folder's."""

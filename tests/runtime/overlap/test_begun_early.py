@@ -22,7 +22,7 @@ from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.mesh.simulate import SimulatedCommunicator, simulate
 from shardwright.compiler.plan.baselines import data_parallel, fully_sharded
-from shardwright.compiler.plan.pricing.cost import ON_THE_WAY
+from shardwright.compiler.plan.pricing.cost import IN_FLIGHT
 from shardwright.compiler.plan.pricing.graph import RuledGraph
 from shardwright.compiler.plan.request import PlanRequest
 from shardwright.compiler.plan.search.choices import casting_shards
@@ -215,7 +215,7 @@ def test_products_run_between_the_begin_and_the_end(monkeypatch):
             under_way.remove(*number)
         most_bytes = max(most_bytes, sum(sizes[i] for i in under_way))
     layer_bytes = sum(parameter.nbytes for parameter in model.layers[0].parameters())
-    assert max(sizes) < most_bytes <= ON_THE_WAY * layer_bytes
+    assert max(sizes) < most_bytes <= IN_FLIGHT * layer_bytes
 
 
 def test_the_backward_gathers_the_weights_of_the_next_section_ahead(monkeypatch):

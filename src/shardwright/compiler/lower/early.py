@@ -38,7 +38,7 @@ from shardwright.compiler.lower.program import Instruction, LocalProgram, unused
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.mesh.redistribute import Collective
 from shardwright.compiler.plan.plan import Plan
-from shardwright.compiler.plan.pricing.cost import BACKWARD, ON_THE_WAY, Seconds
+from shardwright.compiler.plan.pricing.cost import BACKWARD, IN_FLIGHT, Seconds
 from shardwright.compiler.rules.table import row_of
 
 # How many all-gathers may be under way before the first of them is waited for, as memory allows: any, down to one.
@@ -56,7 +56,7 @@ def begin_early(program: LocalProgram, plan: Plan) -> LocalProgram:
         return program
     limit_bytes = plan.memory
     if limit_bytes is None:
-        limit_bytes = _peak_bytes(plan, program) + (1 + ON_THE_WAY) * _layer_bytes(gathers, program)
+        limit_bytes = _peak_bytes(plan, program) + (1 + IN_FLIGHT) * _layer_bytes(gathers, program)
     for prefetches, ahead in itertools.product((True, False) if regathers else (False,), _AHEAD):
         found = dataclasses.replace(_Moving(program, plan, gathers, ahead).program(), prefetches=prefetches)
         if _peak_bytes(plan, found) <= limit_bytes:
@@ -204,7 +204,7 @@ class _Moving:
         It is the last of those before it by whose backward the link has made all sums so far, one after the other, if
         no more of them are under way there than there may be; else the one next to it.
         """
-        gathers, most_bytes = self._gathers, ON_THE_WAY * _layer_bytes(self._gathers, self._program)
+        gathers, most_bytes = self._gathers, IN_FLIGHT * _layer_bytes(self._gathers, self._program)
         sizes = [gather.collective(self._program.mesh).bytes if gather.receivers else 0 for gather in gathers]
         begin_s = [BACKWARD * (self._done_s[-1] - self._done_s[gather.at]) for gather in gathers]
         found: list[_Gather | None] = []

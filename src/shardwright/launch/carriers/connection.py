@@ -22,7 +22,7 @@ from shardwright.launch.host.protocol import End, Event, Kill, Order
 from shardwright.launch.host.stream import Message, Writer, encode
 from shardwright.launch.hosts.environment import SECRET_VARIABLE
 from shardwright.launch.joblog.job import FAILED_VARIABLE, JobFolder
-from shardwright.launch.options.request import ONCE, RestartOptions
+from shardwright.launch.options.request import NO_RESTARTS, RestartOptions
 from shardwright.launch.options.variables import RANK_VARIABLES
 
 _CHUNK_BYTES = 1 << 20
@@ -213,7 +213,7 @@ class Carrier(ABC):
 def rank_variables(
     rank: int, size: int, local_rank: int, local_size: int, group_rank: int, groups: int, address: str, port: int,
     run_id: str, error_file: str | os.PathLike[str], failed_mark: str | os.PathLike[str],
-    restarts: RestartOptions = ONCE,
+    restarts: RestartOptions = NO_RESTARTS,
 ) -> dict[str, str]:  # fmt: skip
     """Return torchrun's variables for a rank: the groups are the hosts, and ``address`` is the first host's.
 

@@ -89,7 +89,7 @@ def _frozen(value: Any) -> Any:
 
 
 def take_stdio() -> tuple[int, int]:
-    """Return standard input and output as streams of orders and events, moved where no import meets them."""
+    """Return copies of standard input and output, for orders and events; what an import prints then goes to stderr."""
     orders, events = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

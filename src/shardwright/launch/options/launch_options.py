@@ -20,7 +20,7 @@ from shardwright.launch.options.carrier_facts import (
     carrier_facts,
     check_mca,
 )
-from shardwright.launch.options.request import ONCE, LaunchRequest, RemoteOptions, RestartOptions, ThisHost
+from shardwright.launch.options.request import NO_RESTARTS, LaunchRequest, RemoteOptions, RestartOptions, ThisHost
 from shardwright.launch.options.save_graphs import VARIABLE, SaveGraphs
 from shardwright.launch.options.variables import (
     read_backend,
@@ -61,7 +61,7 @@ class LaunchOptions:
     start_command: StartCommand | None = None
     remote: RemoteOptions | None = None
     bind: bool = True
-    restarts: RestartOptions = ONCE
+    restarts: RestartOptions = NO_RESTARTS
     stall_timeout_s: float | None = None
     stall_ends: bool = True
     by_torchrun: bool = False

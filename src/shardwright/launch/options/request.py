@@ -72,8 +72,8 @@ class RestartOptions:
         return {"TORCHELASTIC_RESTART_COUNT": str(self.count), "TORCHELASTIC_MAX_RESTARTS": str(self.limit)}
 
 
-ONCE = RestartOptions()
-"""The restarts of a job that ends where it fails: none."""
+NO_RESTARTS = RestartOptions()
+"""The options of a job that ends when it fails."""
 
 
 LEASE_S = 10.0
@@ -96,7 +96,7 @@ class HostSettings:
 
 @dataclass(frozen=True)
 class PerHost:
-    """A word that is the same on all hosts, or differs: ``/w`` for all, ``a=/w`` for one."""
+    """The value of an option on each host: ``/w`` on all hosts, ``a=/w`` on the host a."""
 
     everywhere: str | None = None
     by_host: Mapping[str, str] = field(default_factory=dict)
@@ -109,7 +109,7 @@ class PerHost:
 
     @classmethod
     def read(cls, option: str, words: Sequence[str], hosts: Hosts) -> PerHost:
-        """Return the word of each host. Raises `UsageError` for an unknown host, and for what is said twice.
+        """Return the values of an option. Raises `UsageError` for an unknown host, and for what is said twice.
 
         >>> PerHost.read("--wdir", ["/w", "a=/v"], Hosts.from_list("a,b")).on("a")
         '/v'
@@ -272,7 +272,7 @@ class NamedHosts:
 
 
 def _needs_agents(hosts: Hosts, table: RankTable | None, carrier: CarrierFacts) -> bool:
-    """Return whether the job is more than ranks of this host: of a rank table, all servers may be this one."""
+    """Return whether ranks run on other hosts, or by a carrier; all servers of a rank table may be this host."""
     if not carrier.here or (table is None and len(hosts) > 1):
         return True
     # The first other one suffices: finding out that a name cannot be resolved may take seconds.
@@ -287,7 +287,7 @@ def refuse_unknown(host: str, words: str, hosts: Hosts) -> None:
 
 
 def hosts_of_allocation(environment: Mapping[str, str], asked: bool = False) -> Hosts | None:
-    """Return the hosts of Slurm in the shell or batch script of an allocation of several, and in no step of it.
+    """Return the hosts of a Slurm allocation of several; None in a job step, whose ranks srun has started.
 
     Where they are ``asked`` for, there may be one, and this may be a step, as the shells of some allocations are.
     """
@@ -309,7 +309,7 @@ def read_count(ranks: str | None) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchRequest:
-    """The words of ``shardwright launch``, with what holds where one is left out.
+    """The arguments of ``shardwright launch`` as typed, with their defaults.
 
     ``arguments`` are the program, which is of the kind ``kind``, and what is handed to it; with ``local_rank`` scripts
     that take theirs as an argument are given it. Without ``ranks`` there is one per slot of the hosts, or per GPU.
@@ -336,7 +336,7 @@ class LaunchRequest:
     backend: str | None = None
     mca: Sequence[tuple[str, str]] = ()
     bind_to: str = "core"
-    restarts: RestartOptions = ONCE
+    restarts: RestartOptions = NO_RESTARTS
     stall_timeout_s: float | None = None
     on_stall: str | None = None
     detach: bool = False

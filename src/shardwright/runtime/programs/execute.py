@@ -372,7 +372,7 @@ class Execution:
             raise UsageError(f"in an earlier step {out_of_range(self._capture, operator, number)}")
         before = own_generator(self._device) if self._untried else None
         try:
-            with self._resharded.keeping_parts() if self._reshards else nullcontext():
+            with self._resharded.saving_shards() if self._reshards else nullcontext():
                 outputs = self._step(*arguments[:4], self._comm, arguments.key, self._device, self._reduce)
         except Exception as error:
             told = explained(error, self._running, self._step.__code__, self._capture)

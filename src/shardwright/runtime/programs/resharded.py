@@ -1,8 +1,8 @@
 """Reshard after forward: tensors that are gathered where they are used, and not kept whole until the backward.
 
-Above all they are sharded parameters, of which autograd would keep the gathered one of every layer. What autograd is
-about to keep is compared with them: in their place it keeps this rank's part. The backward gathers the whole once more
-before it comes to the last section of the program that needs it, and lets it go when the first one has had it. Which
+Above all they are sharded parameters, of which autograd would save the gathered one of every layer. What autograd is
+about to save is compared with them: in their place it saves this rank's shard. The backward gathers the whole once more
+before it comes to the last section of the program that needs it, and frees it when the first one has had it. Which
 sections need it stands in the program, so that the backwards of all ranks gather in the same order, also where an
 operator on an empty part keeps nothing. Coming to a section it may begin what the next one needs, so that this is
 gathered beside what it computes.
@@ -36,47 +36,47 @@ Begin = Callable[[Sequence[Tensor]], Callable[[], Sequence[Tensor]]]
 class _Gathered:
     """A tensor that the backward gathers anew.
 
-    ``sections`` of the program need it, and so many tensors that autograd has ``kept`` lie in it.
+    ``sections`` of the program need it, and so many tensors that autograd has ``saved`` are views of it.
     """
 
     def __init__(self, collective: _Collective) -> None:
         self.collective = collective
         self.whole: Tensor | None = None
-        self.sections = self.kept = 0
-        self._come = self._taken = 0  # sections that the backward has come to, and kept tensors that were taken
+        self.sections = self.saved = 0
+        self._entered = self._unpacked = 0  # sections that the backward has come to, and saved tensors that it has read
 
     def begin(self) -> None:
         """Count anew: a backward begins."""
-        self._come = self._taken = 0
+        self._entered = self._unpacked = 0
 
-    def come(self) -> None:
+    def enter_section(self) -> None:
         """Note that the backward comes to a section that needs the tensor."""
-        self._come += 1
-        self._let_go()
+        self._entered += 1
+        self._free()
 
-    def take(self) -> Tensor:
-        """Return the whole tensor, for a kept one that lies in it."""
-        if self.whole is None:  # it was taken before: somebody looks at what autograd has saved
+    def unpack(self) -> Tensor:
+        """Return the whole tensor, for a saved view of it."""
+        if self.whole is None:  # it was freed before: somebody looks at what autograd has saved
             self.collective.run()
         whole = self.whole
         assert whole is not None
-        self._taken += 1
-        self._let_go()
+        self._unpacked += 1
+        self._free()
         return whole
 
-    def _let_go(self) -> None:
-        if self._come >= self.sections and self._taken >= self.kept:
+    def _free(self) -> None:
+        if self._entered >= self.sections and self._unpacked >= self.saved:
             self.whole = None
 
 
 class _Collective:
-    """The way in which tensors are gathered together of this rank's parts, once in each backward."""
+    """The all-gather of tensors from this rank's shards, once in each backward."""
 
     def __init__(self, names: Sequence[str], parts: Sequence[Tensor], gather: Gather, begin: Begin | None) -> None:
         self._names, self._parts = names, [part.detach() for part in parts]
         self._gather, self._begin = gather, begin
         self._begun: tuple[int, Callable[[], Sequence[Tensor]]] | None = None  # in which backward, and its wait
-        self._changes = [version(part) for part in parts]
+        self._versions = [version(part) for part in parts]
         self._backward: int | None = None
         self._members: list[ref[_Gathered]] = []
 
@@ -121,12 +121,12 @@ class _Collective:
             wholes = begun[1]() if begun is not None and is_there else self._gather(self._parts)
         for found, whole in zip(self._members, wholes, strict=True):
             member = found()
-            if member is not None and member.kept:
+            if member is not None and member.saved:
                 member.whole = whole
 
     def _refuse_changed(self) -> None:
-        for name, part, changes in zip(self._names, self._parts, self._changes, strict=True):
-            if version(part) != changes:
+        for name, part, before in zip(self._names, self._parts, self._versions, strict=True):
+            if version(part) != before:
                 raise UsageError(
                     f"{name}, which the backward gathers again, was changed in place since the forward; call "
                     "backward() before optimizer.step()"
@@ -134,8 +134,8 @@ class _Collective:
 
 
 @dataclass(frozen=True)
-class _Part:
-    """The stand-in that is kept for a tensor that lies in gathered memory."""
+class _SavedView:
+    """What autograd saves in place of a view of a gathered tensor."""
 
     gathered: _Gathered
     size: tuple[int, ...]
@@ -143,23 +143,23 @@ class _Part:
     offset: int
 
     def tensor(self) -> Tensor:
-        return self.gathered.take().as_strided(self.size, self.stride, self.offset)
+        return self.gathered.unpack().as_strided(self.size, self.stride, self.offset)
 
 
 @dataclass(frozen=True)
-class _Whole:
-    """Any other tensor. Torch looks for changes itself only where it has kept the tensor itself."""
+class _SavedTensor:
+    """Any other tensor that autograd saves. With hooks torch does not check by itself that it stays unchanged."""
 
-    kept: Tensor
-    changes: int
+    saved: Tensor
+    version: int
 
     def tensor(self) -> Tensor:
-        if version(self.kept) != self.changes:
+        if version(self.saved) != self.version:
             raise UsageError(
-                f"a tensor of shape {list(self.kept.shape)} that the backward needs was changed in place since the "
+                f"a tensor of shape {list(self.saved.shape)} that the backward needs was changed in place since the "
                 "forward; call backward() before optimizer.step()"
             )
-        return self.kept
+        return self.saved
 
 
 class ReshardAfterForward:
@@ -219,7 +219,7 @@ class ReshardAfterForward:
         return wholes
 
     def expect(self, numbers: Sequence[int]) -> None:
-        """Keep parts of these alone, until the section ends: of others nobody would gather the whole again."""
+        """Save shards of these alone, until the section ends: of others nobody would gather the whole again."""
         if torch.is_grad_enabled():
             self._expected = [self._numbered[number] for number in numbers]
 
@@ -243,35 +243,35 @@ class ReshardAfterForward:
             self._numbered += members
 
     @contextmanager
-    def keeping_parts(self) -> Iterator[None]:
-        """Inside, autograd keeps the shards of what the backward gathers anew."""
+    def saving_shards(self) -> Iterator[None]:
+        """Inside, autograd saves the shards of what the backward gathers anew."""
         self._forget()
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
                 yield
         finally:
-            self._forget()  # so that a part lives no longer than what needs it
+            self._forget()  # so that a shard lives no longer than what needs it
 
     def _forget(self) -> None:
         self._known, self._numbered, self._expected = {}, [], []
 
-    def _pack(self, kept: Tensor) -> _Part | _Whole:
-        found = self._known.get(ref(kept.untyped_storage()))
+    def _pack(self, saved: Tensor) -> _SavedView | _SavedTensor:
+        found = self._known.get(ref(saved.untyped_storage()))
         if found is None or found not in self._expected:
-            # Detached: a result that its own backward kept with its history would never be freed.
-            return _Whole(kept.detach(), version(kept))
-        found.kept += 1
-        return _Part(found, tuple(kept.size()), tuple(kept.stride()), int(kept.storage_offset()))
+            # Detached: a result that its own backward saved with its history would never be freed.
+            return _SavedTensor(saved.detach(), version(saved))
+        found.saved += 1
+        return _SavedView(found, tuple(saved.size()), tuple(saved.stride()), int(saved.storage_offset()))
 
 
 def _gather(needed: Sequence[_Gathered], ahead: Sequence[_Collective]) -> None:
     """Gather what a section needs to which the backward comes, and begin what is ahead."""
     for gathered in needed:
         gathered.collective.ready()
-        gathered.come()
+        gathered.enter_section()
     for collective in ahead:
         collective.begin()
 
 
-def _unpack(packed: _Part | _Whole) -> Tensor:
+def _unpack(packed: _SavedView | _SavedTensor) -> Tensor:
     return packed.tensor()

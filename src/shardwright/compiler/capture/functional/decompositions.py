@@ -1,8 +1,8 @@
 """An exported program -> one whose operators return new tensors and change nothing in place.
 
-Torch does this: `ExportedProgram.run_decompositions` traces the program a second time, or its tracer each distinct call
-where nothing is changed in place (`each_call`). Composite operators that have a row in the table of rules stay whole,
-all others are decomposed as torch itself computes them.
+Torch does this, by a second trace: `ExportedProgram.run_decompositions` traces the whole program; where nothing is
+changed in place, torch's tracer traces each distinct call alone (`each_call`). Composite operators that have a row in
+the table of rules stay whole, all others are decomposed as torch itself computes them.
 """
 
 from __future__ import annotations
@@ -130,8 +130,7 @@ def _forget_detaching(program: ExportedProgram) -> None:
 def _pass_operands_on(program: ExportedProgram, is_without_gradient: Callable[[fx.Node], bool]) -> None:
     """Remove the operators that return an operand itself, as ``x.float()`` of what is float32, where gradients are off.
 
-    What they return has the gradient that it had. And the first trace takes their result for all that the tensor is
-    used for from there on.
+    The operand that they return keeps its gradient, and from there on the first trace reads their result in its place.
     """
     for node in list(program.graph.nodes):
         composite = torch_private.is_operator(node.target) and torch_private.is_composite(node.target)

@@ -1,4 +1,4 @@
-"""The numbers of values that follow from shapes and constants alone, such as causal masks, worked out at capture.
+"""Constant folding at capture, of values that follow from shapes and constants alone, such as causal masks.
 
 A mask is mostly the same for every sample and head. So that it takes no memory for each of them, a tensor has a stride
 of 0 along each dim in which it is constant, and what works entry by entry works on one entry of such dims.
@@ -20,17 +20,17 @@ from shardwright.compiler.capture.ir import Capture, Node
 from shardwright.compiler.capture.operators import is_of_torch, resolve
 from shardwright.compiler.rules.table import Column, column, row_of
 
-MOST_BYTES = 1 << 31  # of one tensor that is worked out; larger masks stay operators of the graph
+MOST_BYTES = 1 << 31  # of one tensor that is folded; larger masks stay operators of the graph
 # Operators that work entry by entry and have no tag that says so, and those that make tensors of one number.
 _ENTRYWISE: Column[bool] = column(("__and__ __or__ __xor__ where _to_copy", True))
-_OF_ONE_NUMBER: Column[bool] = column(("full zeros ones new_full new_zeros new_ones", True))
+_FILLING: Column[bool] = column(("full zeros ones new_full new_zeros new_ones", True))
 
 
 class Known:
-    """The known values of a graph.
+    """The values of a graph that constant folding knows.
 
     Args:
-        filled: values of which every entry is taken to be this number.
+        filled: values that are taken to hold this number in every entry.
     """
 
     def __init__(self, capture: Capture, filled: Mapping[str, int] | None = None) -> None:
@@ -51,7 +51,7 @@ class Known:
         return self._makers.get(name)
 
     def value(self, name: str) -> Tensor | None:
-        """Return the tensor of a value that is known, on the CPU; None where working it out takes too much memory."""
+        """Return the tensor of a value that is known, on the CPU; None where folding takes too much memory."""
         nodes = self._makers_of(name)
         reads = Counter(operand for node in nodes for operand in node.operands)
         values: dict[str, Tensor] = {}
@@ -64,7 +64,7 @@ class Known:
             return found
 
         for node in nodes:
-            made = _worked_out(node, [given(operand) for operand in node.operands], self._capture)
+            made = _folded(node, [given(operand) for operand in node.operands], self._capture)
             if made is None:
                 return None
             values.update(zip(node.results, made, strict=True))
@@ -95,9 +95,9 @@ def _is_fixed(node: Node) -> bool:
     return not row_of(node.op).draws and not signatures.draws(resolve(node.op))
 
 
-def _worked_out(node: Node, operands: list[Tensor], capture: Capture) -> list[Tensor] | None:
+def _folded(node: Node, operands: list[Tensor], capture: Capture) -> list[Tensor] | None:
     cpu, results = torch.device("cpu"), [capture.values[name] for name in node.results]
-    if _OF_ONE_NUMBER.of(node.op):
+    if _FILLING.of(node.op):
         args = tuple(() if arg == results[0].shape else arg for arg in node.args)
         node = replace(node, args=args, kwargs=tuple((k, () if k == "size" else arg) for k, arg in node.kwargs))
     elif _ENTRYWISE.of(node.op) or signatures.is_entrywise(resolve(node.op)):
@@ -108,22 +108,22 @@ def _worked_out(node: Node, operands: list[Tensor], capture: Capture) -> list[Te
     elif not row_of(node.op).view and sum(value.bytes for value in results) > MOST_BYTES:
         return None
     made = call(node, operands, cpu)
-    return [constant_dims(x.expand(value.shape)) for x, value in zip(made, results, strict=True)]
+    return [collapsed(x.expand(value.shape)) for x, value in zip(made, results, strict=True)]
 
 
 def _narrow(tensor: Tensor) -> Tensor:
     """The tensor with one entry of each dim along which it is constant."""
-    for dim in constant(tensor):
+    for dim in constant_dims(tensor):
         tensor = tensor.narrow(dim, 0, 1)
     return tensor
 
 
-def constant(tensor: Tensor) -> Iterator[int]:
+def constant_dims(tensor: Tensor) -> Iterator[int]:
     """Return the dims, longer than 1, along which a tensor of `Known` is constant."""
     return (dim for dim, size in enumerate(tensor.shape) if size > 1 and tensor.stride(dim) == 0)
 
 
-def constant_dims(tensor: Tensor) -> Tensor:
+def collapsed(tensor: Tensor) -> Tensor:
     """Return the tensor with a stride of 0 along each dim in which it is constant."""
     shape = tensor.shape
     if not tensor.numel():

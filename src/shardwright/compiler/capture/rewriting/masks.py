@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardwright.compiler.capture.check import check
 from shardwright.compiler.capture.ir import Capture, Filled, Node, Pin, without_unused
-from shardwright.compiler.capture.rewriting.known import Known, constant
+from shardwright.compiler.capture.rewriting.known import Known, constant_dims
 from shardwright.compiler.capture.rewriting.large_masks import Mask, kind_within
 from shardwright.compiler.capture.rewriting.writer import Writer
 from shardwright.compiler.rules.notation import Operand
@@ -133,7 +133,7 @@ def kind_of(mask: Tensor | None, queries: int, keys: int) -> Mask:
 
 
 def _varying(mask: Tensor) -> list[int]:
-    same = set(constant(mask))
+    same = set(constant_dims(mask))
     return [dim for dim, size in enumerate(mask.shape) if size > 1 and dim not in same]
 
 

@@ -35,7 +35,7 @@ from shardwright.compiler.rules.table import row_of
 from shardwright.distributed.gradients import BUCKET_BYTES
 
 BACKWARD = 2  # a backward costs about two forwards
-ON_THE_WAY = 2  # gradients that are scattered at once, as bytes: so many times those of a layer's parameters
+IN_FLIGHT = 2  # bytes of gradients in reduce-scatters at a time: so many times those of a layer's parameters
 # Of fused attention: the forward has two products, the backward five, of which the first makes the scores once more.
 BACKWARD_OF_ATTENTION = 2.5
 # Of scores in blocks: two products, a mask, the greatest, the exponentials and their sum, a quotient, dropout.
@@ -241,7 +241,7 @@ class Seconds:
             at for at, node in enumerate(nodes) if any(graph.read_first_by(name, {node.name}) for name in node.operands)
         ]
         before = nodes[: max(readers, default=0)]
-        return sum(self._once_s(work_of(graph, node), 1) * (1 + backward_times(graph, node)) for node in before)
+        return sum(self._forward_s(work_of(graph, node), 1) * (1 + backward_times(graph, node)) for node in before)
 
     def operator(self, graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> float:
         computing_s = self.computing(graph, node, strategy, mesh) * self._times(graph, node)
@@ -255,8 +255,8 @@ class Seconds:
         ways = graph.collectives_inside(node, strategy, mesh)
         if ways == ((), ()):
             return NEITHER
-        once_s = self.computing(graph, node, strategy, mesh)
-        computing_s = once_s, once_s * backward_times(graph, node)
+        forward_s = self.computing(graph, node, strategy, mesh)
+        computing_s = forward_s, forward_s * backward_times(graph, node)
         return PerDirection(*(self._exposed_s(*way, mesh) for way in zip(ways, computing_s, strict=True)))
 
     def _exposed_s(self, collectives: Sequence[Collective], computing_s: float, mesh: Mesh) -> float:
@@ -270,11 +270,11 @@ class Seconds:
 
     def computing(self, graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> float:
         """Return the seconds that the forward of ``node`` computes on the busiest rank, all of them."""
-        return self._once_s(_work(graph, node, strategy, mesh), _parts(graph, node, strategy, mesh))
+        return self._forward_s(_work(graph, node, strategy, mesh), _parts(graph, node, strategy, mesh))
 
     def floor(self, graph: RuledGraph, node: Node, devices: int) -> float:
-        once_s = self._once_s(work_of(graph, node), graph.rules[node.name].most_parts(devices))
-        return once_s * self._times(graph, node)
+        forward_s = self._forward_s(work_of(graph, node), graph.rules[node.name].most_parts(devices))
+        return forward_s * self._times(graph, node)
 
     def _times(self, graph: RuledGraph, node: Node) -> float:
         """Return how often the forward of ``node`` counts, its backward included."""
@@ -293,16 +293,17 @@ class Seconds:
 
     def longest_part(self, graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> ComputingPart:
         """Return what takes longest of computing ``node``."""
-        each_s = self._each_s(_work(graph, node, strategy, mesh), _parts(graph, node, strategy, mesh))
+        each_s = self._roofline_s(_work(graph, node, strategy, mesh), _parts(graph, node, strategy, mesh))
         return COMPUTING_PARTS[each_s.index(max(each_s))]
 
-    def _each_s(self, work: OperatorWork, parts: float) -> tuple[float, float, float]:
+    def _roofline_s(self, work: OperatorWork, parts: float) -> tuple[float, float, float]:
+        """Return the seconds of each of `COMPUTING_PARTS`."""
         work_s = work.flops / (self.hardware.flops_in(work.dtype) * (self.hardware.attention if work.attention else 1))
         traffic_s = work.bytes / self.hardware.memory_bandwidth
         return work_s / parts, traffic_s / parts, self.hardware.launch_s
 
-    def _once_s(self, work: OperatorWork, parts: float) -> float:
-        each_s = self._each_s(work, parts)
+    def _forward_s(self, work: OperatorWork, parts: float) -> float:
+        each_s = self._roofline_s(work, parts)
         longest_s = max(each_s)
         return longest_s + (1 - self.hardware.at_once) * (sum(each_s) - longest_s)
 
@@ -342,7 +343,7 @@ class Seconds:
         self, collective: Collective, mesh: Mesh, *, shared: bool = False, beside: Beside | None = None
     ) -> float:
         """Seconds of one collective; with ``shared`` it is part of a larger one and pays for its bytes alone."""
-        ranks, where, per_host, given = _road(mesh, collective.axes, self.hardware.ranks_per_host)
+        ranks, where, per_host, given = _links(mesh, collective.axes, self.hardware.ranks_per_host)
         seconds = 0.0
         if where is not None:
             price = self.hardware.shared_s if shared else self.hardware.collective_s
@@ -359,7 +360,7 @@ class Seconds:
 
 
 @lru_cache(maxsize=1 << 12)  # a search asks a million times
-def _road(
+def _links(
     mesh: Mesh, axes: tuple[str, ...], ranks_per_host: int | None
 ) -> tuple[int, LinkKind | None, int, tuple[Link, ...]]:
     """Along ``axes``: the number of ranks, the hardware's link, the ranks on each host, and the links of the axes.

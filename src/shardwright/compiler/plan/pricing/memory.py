@@ -41,13 +41,13 @@ from shardwright.errors import UsageError
 _META = torch.device("meta")
 
 
-def _dropping(op: Operator) -> Saved | None:
-    """Attention whose dropout is drawn by position keeps what it is made of, and makes its scores again."""
+def _saved_by_dropout(op: Operator) -> Saved | None:
+    """Return what attention with dropout saves: its operands alone, since the backward computes its scores again."""
     return Saved(operands=tuple(range(len(op.operands)))) if op["dropout_p"] else None
 
 
-def _queries_outside(op: Operator, result: Tensor) -> Tensor:
-    """The kernels of attention write a query's heads beside each other; ours, which drops, head by head."""
+def _in_order_of_heads(op: Operator, result: Tensor) -> Tensor:
+    """Return attention's result as it lies in memory: a query's heads side by side, with our dropout head by head."""
     return (
         result if op["dropout_p"] or result.ndim < 4 else torch.empty_like(result.transpose(-3, -2)).transpose(-3, -2)
     )
@@ -55,8 +55,8 @@ def _queries_outside(op: Operator, result: Tensor) -> Tensor:
 
 # Columns of the table of operators: what the form on local parts keeps where it is another, and in which order the
 # dims of a result lie in memory where that is not their own.
-KEPT_LOCALLY: Column[Callable[[Operator], Saved | None]] = column(("scaled_dot_product_attention", _dropping))
-ORDERS: Column[Callable[[Operator, Tensor], Tensor]] = column(("scaled_dot_product_attention", _queries_outside))
+KEPT_LOCALLY: Column[Callable[[Operator], Saved | None]] = column(("scaled_dot_product_attention", _saved_by_dropout))
+ORDERS: Column[Callable[[Operator, Tensor], Tensor]] = column(("scaled_dot_product_attention", _in_order_of_heads))
 
 
 def local_bytes(value: Value, layout: Layout, mesh: Mesh, rank: int = 0) -> int:
@@ -65,9 +65,10 @@ def local_bytes(value: Value, layout: Layout, mesh: Mesh, rank: int = 0) -> int:
 
 
 def repeatable(value: Value, steps: Sequence[Step]) -> bool:
-    """Return whether the backward can repeat a move in place of saving the result: of parameters, and with a gradient.
+    """Return whether the backward can repeat a redistribution in place of saving its result.
 
-    Other values, as targets of a loss, are small, and operators on local parts may keep them in another form.
+    Only of parameters and of what has a gradient: other values, as targets of a loss, are small, and operators on local
+    parts may keep them in another form.
     """
     return copies(steps) and moves_alone(steps) and (value.kind == "parameter" or value.needs_gradient)
 
@@ -239,9 +240,9 @@ class Blocks:
 
 
 def moved_inside(value: Value, before_bytes: int, after_bytes: int) -> bool:
-    """Return whether a block keeps a value as it is given and moves it again.
+    """Return whether recomputing a block repeats the redistribution of a value that it reads.
 
-    So it does where that takes less memory: what is gathered for the block. Leaves are held all the same.
+    It does where less is saved so, as of what is gathered for the block. Leaves are held in any case.
     """
     return value.kind != "result" or after_bytes > before_bytes
 

@@ -19,7 +19,7 @@ from functools import cached_property
 
 from shardwright.compiler.capture.ir import Node
 from shardwright.compiler.plan.decisions import Transfer
-from shardwright.compiler.plan.pricing.cost import ON_THE_WAY, early_steps
+from shardwright.compiler.plan.pricing.cost import IN_FLIGHT, early_steps
 from shardwright.compiler.plan.pricing.joined import EnteringParameter, entering_alike, in_buckets
 from shardwright.compiler.plan.pricing.memory import Block, Blocks, local_bytes
 from shardwright.compiler.plan.timing.costs import Communication, Costs
@@ -166,7 +166,7 @@ class StepActs:
             late = Begun(Work("communicating", True, operator, late_s), self._made_bytes(transfer))
             self._on_the_way.append(late)
             yield begins(late)
-            while len(self._on_the_way) > 1 and self._bytes_on_the_way() > ON_THE_WAY * self._most_bytes:
+            while len(self._on_the_way) > 1 and self._bytes_on_the_way() > IN_FLIGHT * self._most_bytes:
                 yield awaits(self._on_the_way.popleft())
 
     def _bytes_on_the_way(self) -> int:
