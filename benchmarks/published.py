@@ -222,7 +222,7 @@ def forward_s(plan: Plan, node: Node, seconds: Seconds) -> float:
     work = work_of(plan.graph, node)
     products = replace(work, bytes=work.bytes - size * (2 * width + 5 * inner + 5 * out))  # as `between_experts` counts
     between_s = size * (2 * width + 3 * inner + out) / seconds.hardware.memory_bandwidth
-    return seconds._once_s(products, plan.mesh.size) + between_s / plan.mesh.size
+    return seconds._forward_s(products, plan.mesh.size) + between_s / plan.mesh.size
 
 
 def once_for_each_place(run: Run, collective: Collective) -> Collective:

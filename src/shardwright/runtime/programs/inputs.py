@@ -274,11 +274,7 @@ def _number(text: str) -> int:
 
 
 class InputPart(NamedTuple):
-    """The slices of an input that make up this rank's shard.
-
-    They are of what this rank was given; where ranks lack rows, of the global batch, which is gathered from the rows
-    that each rank has: ``exchanged``.
-    """
+    """The slices that take this rank's shard from its rows of an input, or from all, gathered where ``exchanged``."""
 
     slices: tuple[slice, ...]
     whole: Shape

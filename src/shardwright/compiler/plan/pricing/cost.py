@@ -43,7 +43,6 @@ PASSES_OVER_SCORES = 12
 ComputingPart = Literal["flops", "traffic", "launch"]
 COMPUTING_PARTS: tuple[ComputingPart, ...] = get_args(ComputingPart)
 
-
 Beside = Literal["forward", "backward", "either"]
 """The computing beside which communication may go on; "either" where a cost does not tell which of both."""
 

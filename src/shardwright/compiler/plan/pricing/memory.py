@@ -67,8 +67,7 @@ def local_bytes(value: Value, layout: Layout, mesh: Mesh, rank: int = 0) -> int:
 def repeatable(value: Value, steps: Sequence[Step]) -> bool:
     """Return whether the backward can repeat a redistribution in place of saving its result.
 
-    Only of parameters and of what has a gradient: other values, as targets of a loss, are small, and operators on local
-    parts may keep them in another form.
+    Only of parameters and what has a gradient: others, as targets, are small, and may be saved in another form.
     """
     return copies(steps) and moves_alone(steps) and (value.kind == "parameter" or value.needs_gradient)
 
