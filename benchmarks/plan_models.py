@@ -1,14 +1,15 @@
 """Models of transformers at their published sizes, captured and planned on the meta device, on this machine alone.
 
     python benchmarks/plan_models.py [--only llama_8b ...] [--devices 64 1024 | --mesh 8 8,8] [--memory 80GiB]
-        [--dtype float32] [--batch 192] [--layers 2] [--search exact]
+        [--dtype float32] [--batch 192] [--layers 2] [--search exact] [--stages]
 
 Each model trains with AdamW, in bfloat16 unless ``--dtype`` says otherwise, at the prices of H100s, 8 on a host.
 ``--devices N`` searches all meshes, as `shardwright plan --devices N` does; ``--mesh`` names one, by the sizes of its
-axes. ``--memory`` is what each device may hold; *holds* is what it does. Each case runs in a process of its own, whose
-peak is *peak*. *Planning* is seconds on the clock and *processor* those of all cores, which other programs lengthen
-less. *MFU* counts the flops of forward and backward, without recomputation, at the peak of the data sheet. *Alike* is
-what the step would take less if no device computed what another one does too, as a share of it.
+axes. With ``--stages`` pipelines are looked for, too, as `--mesh pp=auto` does. ``--memory`` is what each device may
+hold; *holds* is what it does. Each case runs in a process of its own, whose peak is *peak*. *Planning* is seconds on
+the clock and *processor* those of all cores, which other programs lengthen less. *MFU* counts the flops of forward
+and backward, without recomputation, at the peak of the data sheet. *Alike* is what the step would take less if no
+device computed what another one does too, as a share of it.
 
 The last line has the longest planning and the largest gap of all cases.
 """
@@ -119,6 +120,7 @@ class Case:
     batch: int | None = None
     layers: int | None = None
     search: str | None = None
+    stages: bool = False
 
 
 def captured(case: Case) -> Any:
@@ -163,7 +165,15 @@ def planned(case: Case) -> dict[str, Any]:
         Mesh.of(**{f"a{i}": int(size) for i, size in enumerate(sizes)}) if case.mesh else Mesh.of(ranks=int(sizes[0]))
     )
     hardware, limit = read_hardware("h100"), None if case.memory is None else read_memory(case.memory)
-    request = PlanRequest(mesh, "auto", case.search, "split", hardware, memory=limit)  # type: ignore[arg-type]
+    request = PlanRequest(
+        mesh,
+        "auto",
+        case.search,
+        "split",
+        hardware,
+        memory=limit,
+        search_stages=case.stages,  # type: ignore[arg-type]
+    )
     start, processor_start = time.perf_counter(), time.process_time()
     plan = make_plan(capture, request)
     planning_s, processor_s = time.perf_counter() - start, time.process_time() - processor_start
@@ -185,6 +195,7 @@ def planned(case: Case) -> dict[str, Any]:
         "alike": summary.replicated_s / summary.step_s,
         "holds_gib": plan.held.total / 2**30,
         "without_rule": len(plan.graph.unlisted),
+        "tried": [str(tried) for tried in plan.tried],
     }
 
 
@@ -232,6 +243,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", default="bfloat16", help="Of the parameters and of what is computed.")
     parser.add_argument("--batch", type=int, help="Rows of the global batch, in place of the usual ones.")
     parser.add_argument("--layers", type=int, help="So many of each model, in place of all.")
+    parser.add_argument("--stages", action="store_true", help="Look for the quickest number of pipeline stages, too.")
     parser.add_argument("--search", help="In place of the usual one.")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     return parser
@@ -255,6 +267,7 @@ def main() -> None:
             continue
         found.append(of)
         print(_row(case.model, of), flush=True)
+        print(*(f"  {tried}\n" for tried in of["tried"]), sep="", end="", flush=True)
     if not found:
         sys.exit("no case has a plan")
     planning_s, gaps = max(of["planning_s"] for of in found), [of["gap"] for of in found]
