@@ -35,6 +35,10 @@ def classes(model, batch):
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
+def no_plan_is_needed(graph, request):
+    raise AssertionError("a bound is known before any plan")
+
+
 def test_the_search_for_stages_is_never_worse_than_any_number_of_them():
     with torch.device("meta"):
         batch = torch.randn(1024, 1024), torch.randint(0, 10, (1024,))
@@ -48,7 +52,7 @@ def test_the_search_for_stages_is_never_worse_than_any_number_of_them():
         request = replace(free, mesh=Mesh.parse(mesh), microbatches=microbatches)
         alone_s = step_s(make_plan(graph, request))
         assert took <= alone_s * (1 + 1e-9)
-        least_s = StagedPlans(ruled, request, make_plan).least_s(microbatches)
+        least_s = StagedPlans(ruled, request, no_plan_is_needed).least_s(microbatches)
         assert 0.3 * alone_s < least_s <= alone_s
     assert [each.stages for each in found.tried] == [1, 2, 4]
     assert min(each.step_s for each in found.tried) == took
