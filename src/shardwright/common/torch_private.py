@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from pkgutil import resolve_name
 from traceback import FrameSummary
 from types import TracebackType
@@ -41,8 +41,8 @@ from torch.distributed import distributed_c10d
 from torch.export import ExportedProgram
 from torch.export._trace import _ignore_backend_decomps
 from torch.export.exported_program import _override_composite_implicit_decomp
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
-from torch.fx.graph import _PyTreeCodeGen
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 from torch.utils import _pytree  # torch has no public pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -103,10 +103,6 @@ PATCHES: Mapping[str, Patch] = {
     "stack traces": Patch(
         "torch.fx.config", ("do_not_emit_stack_traces",), "a step is exported",
         "the Python stack of every operator takes a good part of an export, and nobody reads it",
-    ),
-    "generated code": Patch(
-        "torch.fx:GraphModule", ("recompile",), "a step is exported",
-        "Python code is written of a graph tens of times, a quarter of an export, and hardly any of it runs",
     ),
     "exporting": Patch(
         "torch.compiler", ("_is_exporting_flag",), "operators are traced by make_fx",
@@ -513,32 +509,9 @@ def _is_changed(tensor: Any) -> bool:
     return bool(torch._functionalize_has_metadata_mutation(wrapped))
 
 
-@dataclass(frozen=True)
-class _Unwritten:
-    """The method of a graph whose code is written by ``write`` when somebody asks for it."""
-
-    write: Callable[[Any], Any]
-
-    def __get__(self, module: Any, owner: type) -> Any:
-        self.write(module)  # puts the method in the place of this
-        return module.forward
-
-
-@contextmanager
-def code_when_asked() -> Iterator[None]:
-    """Within, Python code of a graph is written when somebody asks for it, and not after each change of the graph.
-
-    Torch has modules of graphs that do so, which the exporter does not use.
-    """
-
-    def mark(module: Any) -> None:
-        codegen = module.graph._codegen
-        if isinstance(codegen, _PyTreeCodeGen):
-            module._in_spec, module._out_spec = codegen.pytree_info.in_spec, codegen.pytree_info.out_spec
-        type(module).forward = _Unwritten(before["recompile"])  # each graph has a class of its own
-
-    with patched("generated code", recompile=mark) as before:
-        yield
+# Within, torch writes Python code of most graphs when somebody asks for it, and not after each change: nothing public
+# says so, and hardly any of the code that an export writes, for a twentieth of its time, is run.
+code_when_asked = partial(_use_lazy_graph_module, True)
 
 
 @contextmanager
