@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 import shardwright as sw
 from ranks import run_ranks
-from shardwright.common.torch_private import operators_called
+from shardwright.common.torch_private import OperatorMode
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.errors import UsageError
 from shardwright.runtime import captured
@@ -124,7 +124,7 @@ def counting_place():
             return results
 
         most.append(0)
-        with operators_called(counting):
+        with OperatorMode(counting):
             place(*args)
 
     captured.place = counted

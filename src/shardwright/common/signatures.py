@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
-from shardwright.common.torch_private import is_operator, schema
+from shardwright.common.torch_private import schema
+
+_OPERATOR = type(torch.ops.aten.add.Tensor)  # which has no public name
 
 
 def _operator(op: str) -> Any:
@@ -18,6 +20,11 @@ def _operator(op: str) -> Any:
     for part in op.split("."):
         found = getattr(found, part, None)
     return found
+
+
+def is_operator(target: Any) -> bool:
+    """Return whether a node's target is an operator, as ``torch.ops.aten.add.Tensor``."""
+    return isinstance(target, _OPERATOR)
 
 
 @dataclass(frozen=True)

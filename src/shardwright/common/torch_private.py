@@ -10,7 +10,6 @@ from datetime import timedelta
 from functools import lru_cache, partial
 from pkgutil import resolve_name
 from traceback import FrameSummary
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -18,23 +17,13 @@ import torch.distributed as dist
 from torch._decomp import _should_decompose_because_unsafe_op
 from torch._dispatch.python import enable_python_dispatcher
 from torch._export.utils import (
-    _check_valid_to_preserve,
     _collect_all_valid_cia_ops_for_aten_namespace,
     _compiling_state_context,
-    _get_decomp_for_cia,
     _is_cia_op,
     _special_op_to_preserve_cia,
 )
 from torch._higher_order_ops.effects import has_effects
-from torch._ops import HigherOrderOperator, OpOverload
-from torch._subclasses.fake_tensor import (
-    DynamicOutputShapeException as DynamicOutputShapeException,
-)
-from torch._subclasses.fake_tensor import (
-    FakeTensor,
-    FakeTensorMode,
-    unset_fake_temporarily,
-)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
 from torch.autograd.function import _SingleLevelFunction
 from torch.distributed import distributed_c10d
@@ -46,7 +35,6 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 from torch.utils import _pytree  # torch has no public pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import _disable_current_modes
 
 
 @dataclass(frozen=True)
@@ -103,10 +91,6 @@ PATCHES: Mapping[str, Patch] = {
     "stack traces": Patch(
         "torch.fx.config", ("do_not_emit_stack_traces",), "a step is exported",
         "the Python stack of every operator takes a good part of an export, and nobody reads it",
-    ),
-    "exporting": Patch(
-        "torch.compiler", ("_is_exporting_flag",), "operators are traced by make_fx",
-        "libraries take the branches that they take under the exporter; nothing public sets it",
     ),
     "decompositions": Patch(
         "torch.export.exported_program", ("_split_decomp_table_to_cia_and_python_decomp",),
@@ -284,12 +268,6 @@ def mode_of(fake: torch.Tensor) -> FakeTensorMode:
     return fake.fake_mode
 
 
-def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on the CPU with storage, which it would not have under a mode of tensors without storage."""
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
-        return tensor.cpu()
-
-
 def has_no_value(tensor: Any) -> bool:
     """Return whether a tensor is one without storage whose value is not known as a constant either."""
     tensor = _unwrapped(tensor)
@@ -304,12 +282,6 @@ def constant_of(tensor: Any) -> torch.Tensor | None:
 def is_transformed(tensor: Any) -> bool:
     """Check whether a tensor stands for others inside of a transform of ``torch.func``."""
     return _unwrapped(tensor) is not tensor
-
-
-def has_unknown_size(tensor: torch.Tensor) -> bool:
-    """Return whether a size of a tensor without storage depends on values, and not on sizes of the batch alone."""
-    sizes: tuple[Any, ...] = tuple(tensor.shape)
-    return any(isinstance(size, torch.SymInt) and is_unknown(size) for size in sizes)
 
 
 def is_unknown(number: Any) -> bool:
@@ -359,19 +331,16 @@ def attention_backends() -> list[SDPBackend]:
     return list(_cur_sdpa_kernel_backends(with_priority=True))
 
 
-@contextmanager
-def exporting() -> Iterator[None]:
-    """While `torch.compiler.is_exporting` and its like are true, as under the exporter: nothing public sets them."""
-    with _compiling_state_context():
-        yield
+# While `torch.compiler.is_exporting` and its like are true, as under the exporter: nothing public sets them.
+exporting = _compiling_state_context
 
 
-def higher_order_name(target: Any) -> str | None:
-    """The name of a higher-order operator in an exported graph, which has no public type; None for other targets."""
-    return str(target.__name__) if isinstance(target, HigherOrderOperator) else None
+class OperatorMode(TorchDispatchMode):
+    """Lets each operator be called by ``by(operator, args, kwargs)``, beneath autograd and autocast.
 
+    The public `TorchFunctionMode` stands above these.
+    """
 
-class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]  # the public TorchFunctionMode stands above autocast and autograd
     def __init__(self, by: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._by = by
@@ -380,13 +349,6 @@ class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]  # the pu
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return self._by(func, args, kwargs or {})
-
-
-@contextmanager
-def operators_called(by: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
-    """Let each operator be called by ``by(operator, args, kwargs)``, beneath autograd and autocast."""
-    with _Dispatched(by):
-        yield
 
 
 def apply_function(function: Any, args: tuple[Any, ...]) -> Any:
@@ -408,27 +370,13 @@ def with_values() -> Iterator[None]:
         yield
 
 
-def trace_beneath_autograd(function: Callable[..., Any], *args: Any) -> torch.fx.GraphModule:
-    """The operators that ``function`` of lists of tensors calls, those of every backward in it too.
+def traced(function: Callable[..., Any], *args: Any, above_autograd: bool) -> torch.fx.GraphModule:
+    """The operators that ``function`` of tensors, or of lists of these, calls; what those call in turn is not recorded.
 
-    The public exporter records them above autograd. `torch.compiler.is_exporting` is true meanwhile, as under it.
+    Beneath autograd, these are the operators of every backward in it too, which the public exporter does not record.
+    Libraries take the branches that they take under that.
     """
-    return _trace(function, args, above_autograd=False)
-
-
-def trace_above_autograd(function: Callable[..., Any], *args: Any) -> torch.fx.GraphModule:
-    """The operators that ``function`` of tensors calls without gradients; what these call in turn is not recorded."""
-
-    def run(*tensors: Any) -> Any:
-        with torch._C.DisableTorchFunction():  # the tracer's mode for functions would call the whole operator again
-            return function(*tensors)
-
-    with torch.no_grad():
-        return _trace(run, args, above_autograd=True)
-
-
-def _trace(function: Callable[..., Any], args: tuple[Any, ...], *, above_autograd: bool) -> torch.fx.GraphModule:
-    with patched("exporting", _is_exporting_flag=True):
+    with exporting():
         return make_fx(function, tracing_mode="real", pre_dispatch=above_autograd, _allow_non_fake_inputs=True)(*args)
 
 
@@ -438,11 +386,6 @@ pytree = _pytree  # torch has no public one; `trees` wraps it
 def schema(operator: Any) -> Any:
     """Return the schema of an operator, to which no public name leads; `signatures` reads it."""
     return operator._schema
-
-
-def is_operator(target: Any) -> bool:
-    """Return whether a node's target is an operator, as ``torch.ops.aten.add.Tensor``: their type is not public."""
-    return isinstance(target, OpOverload)
 
 
 def run_decompositions(program: ExportedProgram, preserved: Iterable[Any]) -> ExportedProgram:
@@ -531,35 +474,13 @@ def traceable_recurrent_layers() -> Iterator[None]:
         torch._C._set_cudnn_enabled(enabled)
 
 
-def executed_node(trace: TracebackType | None) -> torch.fx.Node | None:
-    """Return the node of a graph that was executed innermost where an error arose, which no attribute of it tells."""
-    found = None
-    while trace is not None:
-        node = trace.tb_frame.f_locals.get("n") if trace.tb_frame.f_code.co_name == "run_node" else None
-        found = node if isinstance(node, torch.fx.Node) else found
-        trace = trace.tb_next
-    return found
-
-
-def preservable_operators() -> Iterator[Any]:
-    """Yield the composite operators of ATen that `run_decompositions` can preserve."""
-    yield from _collect_all_valid_cia_ops_for_aten_namespace()
+# The composite operators of ATen that `run_decompositions` can preserve, as a set.
+preservable_operators = _collect_all_valid_cia_ops_for_aten_namespace
 
 
 def is_composite(operator: Any) -> bool:
     """Return whether torch computes an operator by others, forward and backward: only its kernels tell."""
     return bool(_is_cia_op(operator))
-
-
-def may_stay_whole(operator: Any) -> bool:
-    """Return whether `run_decompositions` can leave a composite operator as it is."""
-    return bool(_check_valid_to_preserve(operator))
-
-
-def parts_of(operator: Any) -> Callable[..., Any]:
-    """The function by which torch computes a composite operator."""
-    parts: Callable[..., Any] = _get_decomp_for_cia(operator)
-    return parts
 
 
 def is_certain(operator: Any) -> bool:
@@ -696,45 +617,15 @@ def dtensor_like(tensor: Any, part: torch.Tensor) -> Any:
     return type(tensor)(part, spec, requires_grad=False)
 
 
-def written_parts(name: str, tensor: Any, offsets: tuple[int, ...]) -> list[Any]:
-    """Return what `torch.distributed.checkpoint` writes of a DTensor on this rank: a part that begins at ``offsets``.
-
-    The methods by which it asks are documented, and the classes of what they return are not.
-    """
-    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
-    [chunk] = read_parts(tensor, offsets)
-    data = TensorWriteData(chunk, TensorProperties.create_from_tensor(tensor._local_tensor), tensor.size())
-    return [WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
-
-
-def read_parts(tensor: Any, offsets: tuple[int, ...]) -> list[Any]:
-    """Return what `torch.distributed.checkpoint` reads of a DTensor on this rank, as `written_parts`."""
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
-    return [ChunkStorageMetadata(torch.Size(offsets), tensor._local_tensor.size())]
-
-
 def keep_layout(tensor: Any, changed: Any) -> None:
     """Let a DTensor have the part and the layout of one that stood for it, which an operator has changed."""
     tensor._spec, tensor._local_tensor = changed._spec, changed._local_tensor
 
 
-def knows_no_split(error: Exception) -> bool:
-    """Return whether an error says that torch's DTensor knows no way to do an operator on parts, and has not begun."""
-    text = str(error)
-    return "Sharding propagation failed" in text or "sharding strategy" in text
-
-
 def part_of(tensor: Any) -> torch.Tensor:
     """Return the very tensor that this rank holds of a DTensor: ``to_local`` makes another where gradients are on."""
-    return waited_for(tensor._local_tensor)
-
-
-def waited_for(part: Any) -> torch.Tensor:
-    """A part of a DTensor, which stands within another tensor as long as it is on its way from other ranks."""
-    found: torch.Tensor = part.trigger_wait() if hasattr(part, "trigger_wait") else part
+    part = tensor._local_tensor
+    found: torch.Tensor = part.trigger_wait() if hasattr(part, "trigger_wait") else part  # it may be on its way here
     return found
 
 

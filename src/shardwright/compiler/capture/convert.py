@@ -15,7 +15,7 @@ from torch import fx
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx.node import map_arg
 
-from shardwright.common import signatures, torch_private, trees
+from shardwright.common import signatures, trees
 from shardwright.compiler.capture.ir import (
     Capture,
     CaptureKey,
@@ -166,12 +166,13 @@ class _Converter:
             if row_of(str(source.target)).broadcasts:  # type: ignore[union-attr]
                 self._pass_mark_on(source.args[0][index], node)  # type: ignore[union-attr, index, arg-type]
             return
-        if torch_private.higher_order_name(node.target) == "flex_attention":
+        called = getattr(node.target, "__name__", node.target)
+        if called == "flex_attention":
             raise CaptureError(FLEX_ATTENTION.format(at=f", at {source_of(node)}"))
-        if not torch_private.is_operator(node.target):
+        if not signatures.is_operator(node.target):
             raise CaptureError(
-                f"{torch_private.higher_order_name(node.target) or node.target} is not an operator that can be "
-                f"captured, at {source_of(node)}\nKeep it out of the loss function, or load the model without it."
+                f"{called} is not an operator that can be captured, at {source_of(node)}\n"
+                "Keep it out of the loss function, or load the model without it."
             )
         op = str(node.target)
         row = row_of(op)

@@ -76,7 +76,7 @@ class SplitTensor(DTensor):
         except _NotOnPartsError:
             pass
         except (NotImplementedError, RuntimeError) as error:
-            if not torch_private.knows_no_split(error) or call.changes_partial:
+            if not _knows_no_split(error) or call.changes_partial:
                 raise
         return call.on_wholes()
 
@@ -151,17 +151,31 @@ class SplitTensor(DTensor):
             return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
         return torch_private.dtensor_of(self).__reduce_ex__(protocol)
 
-    # What `torch.distributed.checkpoint` asks for.
+    # What `torch.distributed.checkpoint` asks for: the methods are documented, the classes of what they return are not.
 
     def __create_write_items__(self, fqn: str, object: Any) -> Any:
         if not is_held(self):
             return super().__create_write_items__(fqn, object)
-        return torch_private.written_parts(fqn, self, self._offsets) if torch_private.part_of(self).numel() else []
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties  # half a second
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        properties = TensorProperties.create_from_tensor(torch_private.part_of(self))
+        return [
+            WriteItem(
+                MetadataIndex(fqn, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, self.size()),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
 
     def __create_chunk_list__(self) -> Any:
         if not is_held(self):
             return super().__create_chunk_list__()  # type: ignore[no-untyped-call]
-        return torch_private.read_parts(self, self._offsets) if torch_private.part_of(self).numel() else []
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        part = torch_private.part_of(self)
+        return [ChunkStorageMetadata(torch.Size(self._offsets), part.size())] if part.numel() else []
 
     @property
     def _offsets(self) -> tuple[int, ...]:
@@ -440,3 +454,9 @@ class _Call:
 
 def _own(leaf: Any) -> Any:
     return split_tensor(leaf) if type(leaf) is DTensor else leaf
+
+
+def _knows_no_split(error: Exception) -> bool:
+    """Return whether an error says that torch's DTensor knows no way to do an operator on parts, and has not begun."""
+    text = str(error)
+    return "Sharding propagation failed" in text or "sharding strategy" in text

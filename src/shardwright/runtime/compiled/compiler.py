@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from shardwright.common import trees
 from shardwright.common.pulse import own_pulse
-from shardwright.common.torch_private import code_from_cache, compiled_code_directory, operators_called
+from shardwright.common.torch_private import OperatorMode, code_from_cache, compiled_code_directory
 from shardwright.compiler.lower.call import DEVICE, Call, Name
 from shardwright.compiler.lower.program import Instruction, LocalProgram, function_of, given_to, unused, variables
 
@@ -365,7 +365,7 @@ def _with_rounding(call: Callable[[], _Made]) -> tuple[_Made, float]:
         coarsest.extend(_rounding(leaf) for leaf in trees.tree_leaves(result) if isinstance(leaf, Tensor))
         return result
 
-    with operators_called(noting):
+    with OperatorMode(noting):
         made = call()
     return made, max(coarsest)
 

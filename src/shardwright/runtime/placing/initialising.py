@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.common.signatures import changes_operands
-from shardwright.common.torch_private import operators_called, version
+from shardwright.common.torch_private import OperatorMode, version
 from shardwright.distributed.agreement import from_rank_zero
 from shardwright.distributed.ranks import Ranks, ranks_by_collectives
 from shardwright.errors import UsageError
@@ -139,7 +139,7 @@ class Initialising:
 
         reset = _resetting(module)
         try:
-            with torch.no_grad(), operators_called(refusing_others):
+            with torch.no_grad(), OperatorMode(refusing_others):
                 if self._init is not None:
                     self._init(module)
                 elif reset is not None:

@@ -23,7 +23,7 @@ _NUMBER = 0.5  # for distributions that nothing is said of
 @contextmanager
 def expected_draws() -> Iterator[None]:
     """Let each operator that draws from a generator of torch give the same for all entries of what it fills."""
-    with torch_private.operators_called(_called):
+    with torch_private.OperatorMode(_called):
         yield
 
 

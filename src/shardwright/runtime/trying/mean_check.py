@@ -149,7 +149,7 @@ def _another_rounding_away(seed: int) -> Iterator[None]:
         nearer = torch.randint(2, result.shape, generator=generator, dtype=torch.bool, device="cpu")
         return torch.where(nearer.to(result.device), result * (1 - torch.finfo(result.dtype).eps), result)
 
-    with torch_private.operators_called(moved):
+    with torch_private.OperatorMode(moved):
         yield
 
 

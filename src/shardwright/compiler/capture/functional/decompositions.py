@@ -55,9 +55,8 @@ def join_names(program: ExportedProgram) -> None:
 
 def is_decomposed(operator: Any) -> bool:
     """Return whether `functional` puts other operators in the place of ``operator``."""
-    return torch_private.is_composite(operator) and not (
-        torch_private.may_stay_whole(operator) and _is_preserved(operator)
-    )
+    stays = operator in torch_private.preservable_operators() and _is_preserved(operator)
+    return torch_private.is_composite(operator) and not stays
 
 
 def decomposed(call: fx.Node) -> fx.Graph:
@@ -68,19 +67,18 @@ def decomposed(call: fx.Node) -> fx.Graph:
     """
     mode = torch_private.fake_mode()
     inputs = call.all_input_nodes
-    decomposition = torch_private.parts_of(call.target)
 
     def run(*tensors: Any) -> Any:
         given = dict(zip(inputs, tensors, strict=True))
         args, kwargs = map_arg((call.args, call.kwargs), lambda node: given[node])
-        return decomposition(*args, **kwargs)
+        return call.target.decompose(*args, **kwargs)  # type: ignore[union-attr]
 
     def empty(tensor: torch.Tensor) -> torch.Tensor:
         return torch_private.empty_like_on(tensor, tensor.device, mode)
 
-    graph = torch_private.trace_above_autograd(run, *(empty(node.meta["val"]) for node in inputs)).graph
+    graph = torch_private.traced(run, *(empty(node.meta["val"]) for node in inputs), above_autograd=True).graph
     for part in graph.nodes:
-        if torch_private.is_operator(part.target):
+        if signatures.is_operator(part.target):
             part.args = signatures.without_defaults(part.target, part.args)
     return graph
 
@@ -133,7 +131,7 @@ def _pass_operands_on(program: ExportedProgram, is_without_gradient: Callable[[f
     The operand that they return keeps its gradient, and from there on the first trace reads their result in its place.
     """
     for node in list(program.graph.nodes):
-        composite = torch_private.is_operator(node.target) and torch_private.is_composite(node.target)
+        composite = signatures.is_operator(node.target) and torch_private.is_composite(node.target)
         if composite and is_without_gradient(node) and not signatures.changes_operands(node.target):
             returned = _operands_returned(node)
             for user in list(node.users) if isinstance(returned, list) else ():
@@ -171,7 +169,7 @@ def _detach_views(graph: fx.Graph, is_without_gradient: Callable[[fx.Node], bool
     Where a tensor was changed, the second trace makes its views anew at each of their uses, which gradients reach.
     """
     for node in list(graph.nodes):
-        if torch_private.is_operator(node.target) and is_without_gradient(node):
+        if signatures.is_operator(node.target) and is_without_gradient(node):
             for at in signatures.shared_operands(node.target):
                 operand = node.args[at] if at < len(node.args) else None
                 if isinstance(operand, fx.Node) and not signatures.changes_operands(node.target):

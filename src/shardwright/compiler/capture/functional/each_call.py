@@ -75,7 +75,7 @@ def each_call(program: ExportedProgram, preserved: Iterable[Any]) -> ExportedPro
 def _is_alone(node: fx.Node) -> bool:
     """Return whether what a node becomes is known from it and its operands."""
     if node.op == "call_function" and node.target is not operator.getitem:
-        if not torch_private.is_operator(node.target) or signatures.changes_operands(node.target):
+        if not signatures.is_operator(node.target) or signatures.changes_operands(node.target):
             return False
         if not all(map(_is_known, trees.tree_leaves((node.args, node.kwargs)))):
             return False
@@ -99,7 +99,7 @@ def _is_plain(val: Any) -> bool:
 
 def _has_effects(node: fx.Node) -> bool:
     """Return whether a node that nothing reads is kept; one that only draws random numbers is not."""
-    return node.is_impure() and not (torch_private.is_operator(node.target) and signatures.draws(node.target))
+    return node.is_impure() and not (signatures.is_operator(node.target) and signatures.draws(node.target))
 
 
 @dataclass(frozen=True)

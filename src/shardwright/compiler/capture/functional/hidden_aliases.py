@@ -118,7 +118,7 @@ def _views_above(node: fx.Node) -> list[fx.Node]:
         if node.target is operator.getitem:
             node = node.args[0]  # type: ignore[assignment]
             continue
-        shared = signatures.shared_operands(node.target) if torch_private.is_operator(node.target) else ()
+        shared = signatures.shared_operands(node.target) if signatures.is_operator(node.target) else ()
         above = [of for at in sorted(shared) if at < len(node.args) for of in _nodes(node.args[at])]
         if not above:
             break
@@ -179,7 +179,7 @@ def _read_by(node: fx.Node) -> Iterator[tuple[int, fx.Node]]:
 
 def _changed_at(node: fx.Node) -> Sequence[tuple[int, str]]:
     """Position and name of each operand that an operator changes in place."""
-    if node.op != "call_function" or not torch_private.is_operator(node.target):
+    if node.op != "call_function" or not signatures.is_operator(node.target):
         return ()
     hidden = _CHANGED_IF.of(str(node.target))
     if hidden is not None:
@@ -239,7 +239,7 @@ def _known_groups(nodes: Sequence[fx.Node]) -> Mapping[fx.Node, set[fx.Node]]:
 
 def _known_to_share(node: fx.Node) -> list[fx.Node]:
     """The operands in whose memory results of a node may lie, by what schemas say and decompositions show."""
-    if node.target is operator.getitem or not torch_private.is_operator(node.target):
+    if node.target is operator.getitem or not signatures.is_operator(node.target):
         return list(node.all_input_nodes)
     if is_decomposed(node.target):
         return list(node.all_input_nodes)

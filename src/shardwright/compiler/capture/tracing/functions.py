@@ -166,7 +166,7 @@ class _Rehearsal:
         with torch_private.untraced():
             given = tuple(_like(arg) if isinstance(arg, torch.Tensor) else arg for arg in args)
             try:
-                with torch_private.operators_called(self._checked):
+                with torch_private.OperatorMode(self._checked):
                     output = torch_private.apply_function(function, given)
             except ShardwrightError:
                 raise
@@ -188,7 +188,7 @@ class _Rehearsal:
         if not results:
             return frozenset()
         try:
-            with torch_private.operators_called(self._checked):
+            with torch_private.OperatorMode(self._checked):
                 like = [torch.empty_like(result) for result in results]
                 gradients = torch.autograd.grad(results, [given[i] for i in numbers], like, allow_unused=True)
         except ShardwrightError:

@@ -78,12 +78,12 @@ def _traced(step: Any, tensors: tuple[torch.Tensor, ...]) -> fx.GraphModule:
         return result
 
     def run(parameters: list[torch.Tensor], buffers: list[torch.Tensor], tensors: list[torch.Tensor]) -> Any:
-        with torch_private.operators_called(noting):
+        with torch_private.OperatorMode(noting):
             return step(*tensors)
 
     with torch.enable_grad():
         given = list(step.model.parameters()), list(step.model.buffers()), list(tensors)
-        traced = torch_private.trace_beneath_autograd(run, *given)
+        traced = torch_private.traced(run, *given, above_autograd=False)
     for node in traced.graph.nodes:
         if (node.meta.get("custom") or {}).get(_DETACH) in kept:
             node.replace_all_uses_with(_before_detached(node))

@@ -158,7 +158,7 @@ def refuse_unknown_shape(name: str, result: Any, where: str) -> None:
     """Refuse results whose shape is known only when their values are."""
     tensors = result if isinstance(result, (tuple, list)) else (result,)
     for tensor in tensors:
-        if isinstance(tensor, torch.Tensor) and torch_private.has_unknown_size(tensor):
+        if isinstance(tensor, torch.Tensor) and any(map(torch_private.is_unknown, tensor.shape)):
             raise _unknown_shape(name, where)
 
 
@@ -218,13 +218,13 @@ _FLEX_FILE = "nn/attention/flex_attention.py"
 def explained(error: Exception, failed: str) -> CaptureError:
     """The error of a capture that failed somewhere else, ``failed`` being where the first function did."""
     where = failed or sources.source_in_traceback(error.__traceback__)
-    node = None if where else torch_private.executed_node(error.__traceback__)
+    node = None if where else _executed_node(error.__traceback__)
     where = where if node is None else sources.source_of(node)
     at = f", at {where}" if where else ""
     if any(sources.path_in_torch(each.filename) == _FLEX_FILE for each in traceback.extract_tb(error.__traceback__)):
         return CaptureError(FLEX_ATTENTION.format(at=at))
-    if isinstance(error, torch_private.DynamicOutputShapeException):
-        return _unknown_shape(str(error.func), where)
+    if type(error).__name__ == "DynamicOutputShapeException":
+        return _unknown_shape(str(vars(error)["func"]), where)
     if type(error).__name__ in _NO_VALUE:
         return CaptureError(
             f"a shape or a branch depends on the values of a tensor{at}\n"
@@ -274,3 +274,13 @@ def of_installed(error: CaptureError, trace: TracebackType | None, model: torch.
     called = f", called at {sources.describe_frame(own[-1])}" if own else ""
     sure = f"{advice}\n" if advice == _HINT else ""
     return type(error)(f"{what}\n{sure}The line is one of {package}{inside}{called}\n{_ELSEWHERE}")
+
+
+def _executed_node(trace: TracebackType | None) -> torch.fx.Node | None:
+    """Return the node of a graph that was executed innermost where an error arose, which no attribute of it tells."""
+    found = None
+    while trace is not None:
+        node = trace.tb_frame.f_locals.get("n") if trace.tb_frame.f_code.co_name == "run_node" else None
+        found = node if isinstance(node, torch.fx.Node) else found
+        trace = trace.tb_next
+    return found

@@ -105,7 +105,7 @@ def _begins_or_ends_vmap(node: Node) -> bool:
 
 
 def _position(node: Node) -> int | None:
-    return _POSITIONS.get(torch_private.higher_order_name(node.target) or "")
+    return _POSITIONS.get(getattr(node.target, "__name__", ""))
 
 
 def _copy_called(owner: GraphModule, node: Node, args: Sequence[Any], place: Place) -> Any:
@@ -180,7 +180,7 @@ def cast_operands(node: Node, place: Place) -> bool:
         CaptureError: where that shows in its values alone.
     """
     autocast, operands = place.autocast, _operands(node)
-    if autocast is None or not autocast.enabled or not torch_private.is_operator(node.target):
+    if autocast is None or not autocast.enabled or not signatures.is_operator(node.target):
         return True
     if not operands:
         return True
@@ -294,7 +294,7 @@ def _calls_of(tensors: Sequence[torch.Tensor], call: Callable[[], Any]) -> _Comp
         return result
 
     modes = [torch_private.mode_of(tensor) for tensor in tensors if torch_private.is_fake(tensor)]
-    with modes[0] if modes else nullcontext(), torch_private.operators_called(noting):  # what is made of nothing
+    with modes[0] if modes else nullcontext(), torch_private.OperatorMode(noting):  # what is made of nothing
         result = call()
     return _Computed(casts, made, result)
 

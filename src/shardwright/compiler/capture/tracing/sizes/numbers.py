@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardwright.common import torch_private
+from shardwright.common import signatures, torch_private
 from shardwright.compiler.capture.tracing.sizes.open_sizes import Sizes
 from shardwright.errors import CaptureError
 
@@ -55,7 +55,7 @@ class Numbers:
 
     def _computed(self, node: fx.Node, val: Any) -> Any:
         """Return what the node computes, by the function that it calls: an expression may round in another way."""
-        if torch_private.is_operator(node.target):  # the size of a tensor
+        if signatures.is_operator(node.target):  # the size of a tensor
             return self.plain(val)
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.of)
         found = node.target(*args, **kwargs)  # type: ignore[operator]

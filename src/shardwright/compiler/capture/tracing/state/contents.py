@@ -163,6 +163,7 @@ def _written(
 
 def _value(tensor: torch.Tensor) -> Hashable:
     """Return what a tensor holds that is written in the code, on whatever device."""
-    held = torch_private.on_cpu(tensor)  # in a name while its bytes are read
+    with torch_private.with_values():
+        held = tensor.cpu()  # in a name while its bytes are read
     memory = torch_private.storage_of(held)
     return tensor.dtype, tuple(tensor.shape), ctypes.string_at(memory.data_ptr(), memory.nbytes())

@@ -98,7 +98,7 @@ class _Steps:
     def run(self) -> _Run:
         left, batch = self._begins(), self._batch()
         self.contents.begin(batch)
-        with torch_private.operators_called(self.contents.call):
+        with torch_private.OperatorMode(self.contents.call):
             result = self._step(batch)
         found = trees.tree_leaves((result, list(self._model.buffers())))
         tensors = [leaf for leaf in found if is_a(leaf, torch.Tensor)]
