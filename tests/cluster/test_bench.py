@@ -26,7 +26,6 @@ from shardwright.cluster.bench.output import (
     Half,
     RankDevice,
     Roofline,
-    ShownFlags,
     Test,
     closing,
     number,
@@ -394,7 +393,7 @@ def test_a_row_to_the_letter():
 
 
 def test_the_lines_around_the_rows():
-    config = ShownFlags(8, 64, 1024, False, 5, 20, 1)
+    config = BenchOptions((), 8, 64, step_bytes=1024)
     lines = opening("us", "all_reduce_perf", config, [RankDevice(0, 42, "h", 3, (1, 0x1A, 0), "GPU")])
     assert lines[2].startswith(
         "# nThread 1 nGpus 1 minBytes 8 maxBytes 64 step: 1024(bytes) warmup iters: 5 iters: 20 "
@@ -454,7 +453,7 @@ def test_the_bound_is_that_of_the_best_row_and_is_measured_as_it_is(monkeypatch)
         def _row(self, operation, size):
             return BenchRow(size, size // 4, "float", "sum", -1, *[Half(1.0, 1.0, moved[size], 0)] * 2)
 
-    def copied(size, device, warmup, iters, barrier):
+    def copied(size, device, warmup, iters):
         timed.append((size, warmup, iters))
         return size / 10e9
 

@@ -3,7 +3,8 @@
 import pytest
 
 from pages import DOCS, run_blocks
-from shardwright.cluster.bench.output import ShownFlags, opening
+from shardwright.cluster.bench.options import BenchOptions
+from shardwright.cluster.bench.output import opening
 
 PAGE = DOCS / "measuring" / "bench.md"
 
@@ -14,5 +15,5 @@ def test_the_blocks_of_the_page_run(tmp_path):
 
 
 def test_the_header_that_the_page_shows_is_the_one_that_is_printed():
-    header = opening("us", "all_reduce_perf", ShownFlags(8, 8, 2, True, 1, 1, 1), [])[-3:]
+    header = opening("us", "all_reduce_perf", BenchOptions((), 8, 8, factor=2, iters=1, warmup=1), [])[-3:]
     assert "\n".join(header) + "\n" in PAGE.read_text()

@@ -11,10 +11,10 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from shardwright import __version__
 from shardwright.cluster.bench.data import DTYPES
@@ -25,7 +25,6 @@ from shardwright.cluster.bench.output import (
     Half,
     RankDevice,
     Roofline,
-    ShownFlags,
     Test,
     closing,
     opening,
@@ -33,7 +32,7 @@ from shardwright.cluster.bench.output import (
     to_json,
 )
 from shardwright.cluster.bench.roofline import between, copy_s, fastest_link, processor, within
-from shardwright.cluster.bench.stopwatch import synchronize, took_s
+from shardwright.cluster.bench.stopwatch import mean_s, synchronize
 from shardwright.distributed.agreement import agree, from_all_ranks
 from shardwright.distributed.world import World
 
@@ -51,14 +50,14 @@ def run_bench(world: World, options: BenchOptions, show: Callable[[str], None]) 
     say = show if world.rank == 0 and not options.json else _silent
     tests = []
     for name in options.collectives:
-        for line in opening(bench.first_line, OPERATIONS[name].program, bench.config, bench.devices):
+        for line in opening(bench.first_line, OPERATIONS[name].program, options, bench.devices):
             say(line)
         test = bench.test(OPERATIONS[name], say)
         for line in closing(test):
             say(line)
         tests.append(test)
     if options.json and world.rank == 0:
-        show(json.dumps(to_json(bench.first_line, world.backend, bench.config, bench.devices, tests), indent=1))
+        show(json.dumps(to_json(bench.first_line, world.backend, options, bench.devices, tests), indent=1))
     return tuple(tests)
 
 
@@ -97,11 +96,6 @@ class _Bench:
         self.world = world
         self.options = options
         self.first_line = f"shardwright bench {__version__}, torch {torch.__version__}, {world.backend}"
-        grows = options.factor > 1
-        self.config = ShownFlags(
-            options.min_bytes, options.max_bytes, options.factor if grows else options.step_bytes, grows,
-            options.warmup, options.iters, options.check,
-        )  # fmt: skip
         self.devices = from_all_ranks(_this_device(world))
         links = from_all_ranks(fastest_link(world.backend))
         self.between = between(links) if len(set(world.hosts)) > 1 else None
@@ -119,7 +113,7 @@ class _Bench:
         if size == 0:
             return Roofline(None, "nothing was moved")
         options, device = self.options, self.world.device
-        mine_s = copy_s(size, device, options.warmup, options.iters, dist.barrier)
+        mine_s = copy_s(size, device, options.warmup, options.iters)
         return within(size, from_all_ranks(mine_s))
 
     def _row(self, operation: Operation, size_bytes: int) -> BenchRow:
@@ -136,27 +130,15 @@ class _Bench:
 
     def _half(self, operation: Operation, case: Case, size: int, in_place: bool) -> Half:
         buffers = operation.buffers(case, in_place)
-        mine_s = self._time(operation, case, buffers)
+        operation.fill(case, buffers)
+        call = partial(operation.call, case, buffers)
+        mine_s = mean_s(call, case.device, self.options.warmup, self.options.iters)
         wrong = self._wrong(operation, case, buffers) if self.options.check else None
         everyone = from_all_ranks(_Timed(mine_s, wrong))
         seconds = sum(theirs.seconds for theirs in everyone) / len(everyone)
         algbw = size / seconds / 1e9
         total = sum(theirs.wrong or 0 for theirs in everyone) if self.options.check else None
         return Half(seconds * 1e6, algbw, algbw * operation.factor(case.ranks), total)
-
-    def _time(self, operation: Operation, case: Case, buffers: Buffers) -> float:
-        """Return the seconds of one call on this rank, the mean of a loop."""
-        operation.fill(case, buffers)
-        for _ in range(self.options.warmup):
-            operation.call(case, buffers)
-        synchronize(case.device)
-        dist.barrier()
-
-        def loop() -> None:
-            for _ in range(self.options.iters):
-                operation.call(case, buffers)
-
-        return took_s(loop, case.device) / self.options.iters
 
     def _wrong(self, operation: Operation, case: Case, buffers: Buffers) -> int:
         """Return the wrong elements on this rank after one call on fresh data, the most of ``check`` calls."""

@@ -67,54 +67,50 @@ class Operation:
 
     Args:
         program: nccl-tests' name for it.
-        split: whether the ranks divide the buffer; each part is then a multiple of 16 bytes, as in nccl-tests.
-        sends, receives: the length of the two buffers, in counts: 1, or the number of ranks.
         factor: bus bandwidth over algorithm bandwidth, from the number of ranks.
         fill, call, wrong: set the buffers, run once, count the wrong elements of this rank.
         shown_reduction: what the column redop shows; None for the reduction.
         rooted: whether the column root shows the root.
+        sends_all, receives_all: whether a buffer has a part for each rank, which is then a multiple of 16 bytes, as in
+            nccl-tests.
     """
 
     program: str
-    split: bool
-    sends: Callable[[int], int]
-    receives: Callable[[int], int]
     factor: Callable[[int], float]
     fill: Callable[[Case, Buffers], None]
-    call: Callable[[Case, Buffers], None]
+    call: Callable[[Case, Buffers], object]
     wrong: Callable[[Case, Buffers], int]
     shown_reduction: str | None = "none"
     rooted: bool = False
+    sends_all: bool = False
+    receives_all: bool = False
+
+    @property
+    def _splits(self) -> bool:
+        return self.sends_all or self.receives_all
 
     def count(self, size_bytes: int, itemsize: int, ranks: int) -> int:
         """Return the elements of the row's column ``count``: those that each rank sends or receives."""
         elements = size_bytes // itemsize
-        if not self.split:
+        if not self._splits:
             return elements
         step = 16 // itemsize
         return elements // ranks // step * step
 
     def bytes(self, count: int, itemsize: int, ranks: int) -> int:
         """Return the bytes of the row's column ``size``: the larger of the two buffers."""
-        return count * itemsize * max(self.sends(ranks), self.receives(ranks))
+        return count * itemsize * (ranks if self._splits else 1)
 
     def buffers(self, case: Case, in_place: bool) -> Buffers:
         """Return fresh buffers for a case. In place, the smaller is this rank's part of the larger."""
-        sends, receives = case.count * self.sends(case.ranks), case.count * self.receives(case.ranks)
+        every = case.count * case.ranks
+        sends, receives = (every if of_all else case.count for of_all in (self.sends_all, self.receives_all))
         whole = torch.zeros(max(sends, receives), dtype=case.dtype, device=case.device)
         if not in_place:
             other = torch.zeros(min(sends, receives), dtype=case.dtype, device=case.device)
             return Buffers(whole, other) if sends >= receives else Buffers(other, whole)
         part = whole.narrow(0, case.rank * case.count, case.count) if sends != receives else whole
         return Buffers(whole, part) if sends >= receives else Buffers(part, whole)
-
-
-def _one(ranks: int) -> int:
-    return 1
-
-
-def _every(ranks: int) -> int:
-    return ranks
 
 
 def _ring(ranks: int) -> float:
@@ -146,18 +142,6 @@ def _call_all_reduce(case: Case, buffers: Buffers) -> None:
     dist.all_reduce(buffers.received, _REDUCTIONS[case.reduction])
 
 
-def _call_all_gather(case: Case, buffers: Buffers) -> None:
-    all_gather_single(buffers.received, buffers.sent)
-
-
-def _call_reduce_scatter(case: Case, buffers: Buffers) -> None:
-    reduce_scatter_single(buffers.received, buffers.sent, _REDUCTIONS[case.reduction])
-
-
-def _call_all_to_all(case: Case, buffers: Buffers) -> None:
-    dist.all_to_all_single(buffers.received, _aside(buffers))
-
-
 def _call_broadcast(case: Case, buffers: Buffers) -> None:
     if not buffers.in_place and case.rank == case.root:
         buffers.received.copy_(buffers.sent)
@@ -176,27 +160,28 @@ def _call_sendrecv(case: Case, buffers: Buffers) -> None:
 
 OPERATIONS: dict[str, Operation] = {
     "all_reduce": Operation(
-        "all_reduce_perf", False, _one, _one, lambda n: 2 * _ring(n), _fill_whole, _call_all_reduce,
+        "all_reduce_perf", lambda n: 2 * _ring(n), _fill_whole, _call_all_reduce,
         lambda case, b: count_wrong(b.received, case.reduced()), shown_reduction=None,
     ),
     "all_gather": Operation(
-        "all_gather_perf", True, _one, _every, _ring, _fill_whole, _call_all_gather,
-        lambda case, b: _wrong_by_rank(case, b, 0),
+        "all_gather_perf", _ring, _fill_whole, lambda case, b: all_gather_single(b.received, b.sent),
+        lambda case, b: _wrong_by_rank(case, b, 0), receives_all=True,
     ),
     "reduce_scatter": Operation(
-        "reduce_scatter_perf", True, _every, _one, _ring, _fill_parts, _call_reduce_scatter,
-        lambda case, b: count_wrong(b.received, case.reduced(), case.rank), shown_reduction=None,
+        "reduce_scatter_perf", _ring, _fill_parts,
+        lambda case, b: reduce_scatter_single(b.received, b.sent, _REDUCTIONS[case.reduction]),
+        lambda case, b: count_wrong(b.received, case.reduced(), case.rank), shown_reduction=None, sends_all=True,
     ),
     "all_to_all": Operation(
-        "alltoall_perf", True, _every, _every, _ring, _fill_parts, _call_all_to_all,
-        lambda case, b: _wrong_by_rank(case, b, case.rank),
+        "alltoall_perf", _ring, _fill_parts, lambda case, b: dist.all_to_all_single(b.received, _aside(b)),
+        lambda case, b: _wrong_by_rank(case, b, case.rank), sends_all=True, receives_all=True,
     ),
     "broadcast": Operation(
-        "broadcast_perf", False, _one, _one, lambda n: 1.0, _fill_whole, _call_broadcast,
+        "broadcast_perf", lambda n: 1.0, _fill_whole, _call_broadcast,
         lambda case, b: count_wrong(b.received, case.mine(case.root)), rooted=True,
     ),
     "sendrecv": Operation(
-        "sendrecv_perf", False, _one, _one, lambda n: 1.0, _fill_whole, _call_sendrecv,
+        "sendrecv_perf", lambda n: 1.0, _fill_whole, _call_sendrecv,
         lambda case, b: count_wrong(b.received, case.mine(case.left)), shown_reduction=None,
     ),
 }  # fmt: skip

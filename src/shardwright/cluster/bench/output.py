@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from shardwright.cluster.bench.options import BenchOptions
+
 
 @dataclass(frozen=True)
 class Half:
@@ -62,19 +64,6 @@ class Roofline:
 
 
 @dataclass(frozen=True)
-class ShownFlags:
-    """The flags that nccl-tests repeats."""
-
-    min_bytes: int
-    max_bytes: int
-    step: int
-    grows_by_factor: bool
-    warmup: int
-    iters: int
-    check: int
-
-
-@dataclass(frozen=True)
 class Test:
     """The rows of one collective. nccl-tests calls a half with wrong elements "out of bounds"."""
 
@@ -113,15 +102,15 @@ def number(value: float, width: int) -> str:
     return f"{value:{width}.{1 if width >= 7 else 0}e}"
 
 
-def opening(first_line: str, program: str, config: ShownFlags, devices: Sequence[RankDevice]) -> list[str]:
-    """Return the lines before the rows."""
-    unit = "factor" if config.grows_by_factor else "bytes"
+def opening(first_line: str, program: str, options: BenchOptions, devices: Sequence[RankDevice]) -> list[str]:
+    """Return the lines before the rows; nccl-tests repeats its flags there."""
+    step = f"{options.factor}(factor)" if options.factor > 1 else f"{options.step_bytes}(bytes)"
     lines = [
         f"# {first_line}",
         f"# Collective test starting: {program}",
-        f"# nThread 1 nGpus 1 minBytes {config.min_bytes} maxBytes {config.max_bytes} step: {config.step}({unit}) "
-        f"warmup iters: {config.warmup} iters: {config.iters} agg iters: 1 "
-        f"validation: {config.check} graph: 0 unalign: 0",
+        f"# nThread 1 nGpus 1 minBytes {options.min_bytes} maxBytes {options.max_bytes} step: {step} "
+        f"warmup iters: {options.warmup} iters: {options.iters} agg iters: 1 "
+        f"validation: {options.check} graph: 0 unalign: 0",
         "#",
         "# Using devices",
     ]
@@ -175,18 +164,18 @@ def roofline_line(test: Test) -> str:
 
 
 def to_json(
-    first_line: str, backend: str, config: ShownFlags, devices: Sequence[RankDevice], tests: Sequence[Test]
+    first_line: str, backend: str, options: BenchOptions, devices: Sequence[RankDevice], tests: Sequence[Test]
 ) -> Any:
     """Return all that the tables say, with the keys of nccl-tests' JSON for each test."""
-    step = {"step_factor" if config.grows_by_factor else "step_bytes": config.step}
+    step = {"step_factor": options.factor} if options.factor > 1 else {"step_bytes": options.step_bytes}
     return {
         "version": 2,
         "program": first_line,
         "backend": backend,
         "ranks": len(devices),
         "config": {
-            "nthreads": 1, "ngpus": 1, "minimum_bytes": config.min_bytes, "maximum_bytes": config.max_bytes, **step,
-            "warmup_iters": config.warmup, "iterations": config.iters, "validation": config.check,
+            "nthreads": 1, "ngpus": 1, "minimum_bytes": options.min_bytes, "maximum_bytes": options.max_bytes, **step,
+            "warmup_iters": options.warmup, "iterations": options.iters, "validation": options.check,
         },
         "devices": [asdict(device) for device in devices],
         "tests": [_test_json(test) for test in tests],

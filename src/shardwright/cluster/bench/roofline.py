@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from shardwright.cluster.bench.output import Roofline
-from shardwright.cluster.bench.stopwatch import synchronize, took_s
+from shardwright.cluster.bench.stopwatch import mean_s
 from shardwright.distributed.backends.table import backends_by_device
 from shardwright.launch.hosts.network import SYSFS, bytes_per_s, read_devices
 
 
-def copy_s(size_bytes: int, device: torch.device, warmup: int, iters: int, barrier: Callable[[], None]) -> float:
+def copy_s(size_bytes: int, device: torch.device, warmup: int, iters: int) -> float:
     """Return the seconds in which this rank copies so many bytes, timed as a row of collectives is.
 
     That is the mean of a loop of calls behind a barrier, after others, on buffers of that size, so that caches help as
@@ -25,7 +25,7 @@ def copy_s(size_bytes: int, device: torch.device, warmup: int, iters: int, barri
     """
     source = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return min(_loop_s(way, device, warmup, iters, barrier) for way in _ways(source, target))
+    return min(mean_s(way, device, warmup, iters) for way in _ways(source, target))
 
 
 def _ways(source: Tensor, target: Tensor) -> list[Callable[[], object]]:
@@ -34,21 +34,6 @@ def _ways(source: Tensor, target: Tensor) -> list[Callable[[], object]]:
     if source.device.type == "cpu":
         ways.append(partial(np.copyto, target.numpy(), source.numpy()))
     return ways
-
-
-def _loop_s(
-    way: Callable[[], object], device: torch.device, warmup: int, iters: int, barrier: Callable[[], None]
-) -> float:
-    for _ in range(warmup):
-        way()
-    synchronize(device)
-    barrier()
-
-    def loop() -> None:
-        for _ in range(iters):
-            way()
-
-    return took_s(loop, device) / iters
 
 
 def fastest_link(backend: str, system: Path = SYSFS) -> tuple[str, float] | None:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 _CACHES = 8  # a buffer of so many times a GPU's second-level cache has next to nothing of itself in it
@@ -35,6 +36,20 @@ def took_s(run: Callable[[], object], device: torch.device, event: Callable[[], 
     end.synchronize()
     elapsed_ms: float = begin.elapsed_time(end)
     return elapsed_ms / 1e3
+
+
+def mean_s(call: Callable[[], object], device: torch.device, warmup: int, iters: int) -> float:
+    """Return the seconds of one call on this rank, the mean of a loop that all ranks begin together, after others."""
+    for _ in range(warmup):
+        call()
+    synchronize(device)
+    dist.barrier()
+
+    def loop() -> None:
+        for _ in range(iters):
+            call()
+
+    return took_s(loop, device) / iters
 
 
 def synchronize(device: torch.device) -> None:
