@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import click
 
@@ -14,9 +15,14 @@ __all__ = ["cli", "main"]
 
 
 def main() -> None:
-    """Run the command that was typed; our own errors, and what the system refuses, are one message and exit code 2."""
+    """Run the command that was typed."""
+    run(cli)
+
+
+def run(command: Callable[[], object]) -> None:
+    """Run a command; our own errors, and what the system refuses, are one message and exit code 2."""
     try:
-        cli()
+        command()
     except ShardwrightError as error:
         click.echo(f"shardwright: {error}", err=True)
         sys.exit(2)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import click
 
-from shardwright.errors import ShardwrightError
+from shardwright.cli import run
 
 
 @click.command()
@@ -45,19 +43,11 @@ def _predict(
             print(path, flush=True)
 
 
-def _run(command: Callable[[], object]) -> None:
-    try:
-        command()
-    except ShardwrightError as error:
-        click.echo(f"shardwright: {error}", err=True)
-        sys.exit(2)
-
-
 def run_evaluation() -> None:
     """The program ``tools/eval.py``."""
-    _run(_evaluate)
+    run(_evaluate)
 
 
 def run_prediction() -> None:
     """The program ``tools/predict.py``."""
-    _run(_predict)
+    run(_predict)

@@ -9,12 +9,15 @@ from pathlib import Path
 
 
 @contextlib.contextmanager
-def made_folder(folder: Path) -> Iterator[None]:
-    """Make a folder and those above it that lack; where the body fails, those that were made are removed if empty."""
-    lacking = [path for path in (folder, *folder.parents) if not path.exists()]
+def made_folder(folder: Path) -> Iterator[tuple[Path, ...]]:
+    """Make a folder and those above it that lack; where the body fails, those that were made are removed if empty.
+
+    They are given, the innermost first.
+    """
+    lacking = tuple(path for path in (folder, *folder.parents) if not path.exists())
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        yield
+        yield lacking
     except BaseException:
         remove_empty(lacking)
         raise

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.cluster.programs.on_host import answer_orders, login_try
+from shardwright.common.whole_file import write_whole
 
 _RECORD = "shardwright-trust.json"
 _KEYS = ("id_ed25519", "id_ecdsa", "id_rsa")
@@ -188,15 +189,13 @@ def _digest(path: Path) -> str | None:
 
 def _replace(path: Path, data: bytes, mode: int) -> None:
     """Write a file at once or not at all; a link is followed, so that it stays one."""
-    real = Path(os.path.realpath(path))
-    new = real.with_name(f"{real.name}.shardwright-new")
-    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fchmod(descriptor, mode)
-        os.fsync(descriptor)
-    os.replace(new, real)
+
+    def write(draft: Path) -> None:
+        draft.touch(0o600)
+        draft.write_bytes(data)
+        draft.chmod(mode)
+
+    write_whole(Path(os.path.realpath(path)), write)
 
 
 def login(targets: Sequence[str]) -> dict[str, str | None]:

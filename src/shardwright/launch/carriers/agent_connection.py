@@ -36,7 +36,7 @@ from shardwright.launch.host.processes import die_with_parent
 from shardwright.launch.host.protocol import Event, Heartbeat, SupervisorGone
 from shardwright.launch.host.stream import Decoder
 from shardwright.launch.hosts.hosts import Host
-from shardwright.launch.joblog.judge import signal_name
+from shardwright.launch.joblog.judge import how_it_ended, signal_name
 
 _CLOSE_S = 5.0
 _SAID_BYTES = 1 << 14
@@ -185,8 +185,7 @@ class AgentConnection(Connection):
 
     def why_lost(self, run_id: str, not_ours: set[int]) -> tuple[int, str]:
         if (gone := self._gone_code) is not None:
-            how = f"was killed by {signal_name(-gone)}" if gone < 0 else f"ended with exit code {gone}"
-            return gone, f"the supervisor of the ranks on {self.name} {how}"
+            return gone, f"the supervisor of the ranks on {self.name} {how_it_ended(gone)}"
         if self.silent_too_long:
             self.process.kill()
             return 1, f"nothing was heard from {self.name} for {self.lease_s:g} s: the host or the line to it is down"

@@ -30,7 +30,7 @@ from shardwright.launch.host.protocol import EVENTS, Event, Start
 from shardwright.launch.host.stream import Decoder
 from shardwright.launch.hosts.port import PortLease
 from shardwright.launch.joblog.job import JobFolder
-from shardwright.launch.joblog.judge import signal_name
+from shardwright.launch.joblog.judge import how_it_ended
 from shardwright.launch.options.launch_options import LaunchOptions
 
 # The supervisor's sys.path is that of `python script.py` without the script's folder: no file of the user's can shadow
@@ -114,8 +114,7 @@ class LocalConnection(Connection):
         """Return the supervisor's exit code and words for it; kill what its ranks, which are dead, had started."""
         code = self.process.wait()
         kill_all(lambda: marked(run_id) | descendants(os.getpid()) - not_ours, 10.0)
-        what = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-        return code, f"the supervisor of the ranks {what}"
+        return code, f"the supervisor of the ranks {how_it_ended(code)}"
 
     def close(self) -> None:
         with self.process:

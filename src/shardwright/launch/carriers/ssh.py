@@ -49,7 +49,7 @@ from shardwright.launch.hosts.placement import Placement
 from shardwright.launch.joblog.job import JobFolder
 from shardwright.launch.options.launch_options import LaunchOptions
 from shardwright.launch.options.request import RemoteOptions
-from shardwright.launch.progress_notes import Task, waiting_for
+from shardwright.launch.progress_notes import waiting_for
 
 _ANSWER_S = 15.0  # beyond the time to connect: a Python may be on a slow file system
 _SSH = (
@@ -211,25 +211,18 @@ class SshCarrier(Carrier):
 
         The time of a host to which much is sent begins anew whenever it is heard.
         """
-        with waiting_for("reaching hosts") as work:
-            self._wait_shown(selector, answer, timeout_s, work)
-
-    def _wait_shown(
-        self, selector: selectors.BaseSelector, answer: type[Answer], timeout_s: float, work: Task
-    ) -> None:  # fmt: skip
         began_s = time.monotonic()
         asked = [c for c in self.connections if answer is Hello or c.has(Hello)]
-        while waiting := [c for c in asked if c.exit_code is None and not c.has(answer)]:
-            work.stage(self._waited_for(waiting))
-            until_s = max(c.heard_s if c.streamed and c.heard_s > began_s else began_s for c in waiting) + timeout_s
-            left_s = until_s - time.monotonic()
-            if any(c.stream_error for c in waiting):
-                return
-            if left_s <= 0:
-                return
-            beats = [c.tick() for c in self._answering(Hello)]
-            for key, _ in selector.select(min([left_s, *(beat for beat in beats if beat is not None)])):
-                key.data()
+        with waiting_for("reaching hosts") as work:
+            while waiting := [c for c in asked if c.exit_code is None and not c.has(answer)]:
+                work.stage(self._waited_for(waiting))
+                heard_s = max(c.heard_s if c.streamed and c.heard_s > began_s else began_s for c in waiting)
+                left_s = heard_s + timeout_s - time.monotonic()
+                if left_s <= 0 or any(c.stream_error for c in waiting):
+                    return
+                beats = [c.tick() for c in self._answering(Hello)]
+                for key, _ in selector.select(min([left_s, *(beat for beat in beats if beat is not None)])):
+                    key.data()
 
     def _waited_for(self, waiting: Sequence[AgentConnection]) -> str:
         names = ", ".join(c.name for c in waiting)

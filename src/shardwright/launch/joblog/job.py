@@ -160,8 +160,7 @@ def create_job_folder(log_dir: Path, name: str | None) -> JobFolder:
     if name is not None:
         check_job_name(name)
     try:
-        made = tuple(folder for folder in (log_dir, *log_dir.parents) if not folder.exists())
-        with made_folder(log_dir):
+        with made_folder(log_dir) as made:
             path = _claim(log_dir, name)
     except OSError as error:
         raise UsageError(

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from shardwright.common.private_folder import make_private, own_folder
 from shardwright.common.schema import SchemaError, from_json
+from shardwright.common.whole_file import write_whole
 from shardwright.errors import UsageError
 from shardwright.launch.host.processes import KILL_NOW, kill_all, marked, send_signal, start_ticks
 
@@ -81,13 +82,7 @@ class JobRecord:
     def write(self) -> None:
         """Write the record. Raises `OSError`."""
         make_private(jobs_folder())
-        draft = self.path.with_name(f".{self.path.name}.{os.getpid()}")  # several may find at once that a job is lost
-        try:
-            draft.write_text(json.dumps(asdict(self)))
-            draft.replace(self.path)
-        except OSError:
-            draft.unlink(missing_ok=True)
-            raise
+        write_whole(self.path, lambda draft: draft.write_text(json.dumps(asdict(self))))
 
     def remove(self) -> None:
         for path in (self.path, self.stop_path):

@@ -100,8 +100,7 @@ class RankEnd:
     def cause(self) -> str:
         """Return the cause of the failure in one line, without the rank."""
         if self.of_torchrun is not None:
-            how = f"was killed by {signal_name(-self.code)}" if self.code < 0 else f"ended with exit code {self.code}"
-            return f"rank {self.of_torchrun} of the ranks that torchrun has started {how}"
+            return f"rank {self.of_torchrun} of the ranks that torchrun has started {how_it_ended(self.code)}"
         if self.out_of_memory:
             return "killed by the kernel for lack of memory (SIGKILL); give the ranks less to hold, or the host more"
         if self.code < 0:
@@ -125,6 +124,11 @@ def signal_name(signum: int) -> str:
         return signal.Signals(signum).name
     except ValueError:
         return f"signal {signum}"
+
+
+def how_it_ended(code: int) -> str:
+    """Return the end of a process in words, from its exit code, or minus the signal."""
+    return f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
 
 
 class _Extra(TypedDict, total=False):
