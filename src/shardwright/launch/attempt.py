@@ -16,6 +16,7 @@ from typing import Any
 from shardwright import __version__
 from shardwright.launch.console import Console
 from shardwright.launch.joblog.job import FAILED, JobFolder, JobState, replace_file
+from shardwright.launch.joblog.jobs import moment
 from shardwright.launch.joblog.judge import Judge, Outcome
 from shardwright.launch.options.launch_options import LaunchOptions
 
@@ -123,8 +124,8 @@ class Attempt:
         """The line with which the logs of a restart begin, empty for the first attempt."""
         if not self.past:
             return ""
-        moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.began_s))
-        return f"[shardwright: restart {len(self.past)} of {self.options.restarts.limit}, {moment}]\n"
+        number = f"{len(self.past)} of {self.options.restarts.limit}"
+        return f"[shardwright: restart {number}, {moment(self.began_s)}]\n"
 
 
 def _run_id(folder: JobFolder) -> str:

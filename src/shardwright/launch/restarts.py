@@ -95,14 +95,11 @@ class _Attempts:
         before = self.last
         try:
             options, carrier = self.prepare(self.restarts, self._say)
-        except (LaunchError, UsageError) as error:
-            if before is not None:
-                return self._give_up(before, error)
-            self.folder.remove()
-            raise
-        except BaseException:
+        except BaseException as error:
             if before is None:
                 self.folder.remove()
+            elif isinstance(error, LaunchError | UsageError):
+                return self._give_up(before, error)
             raise
         try:
             attempt = self._next(options, before)

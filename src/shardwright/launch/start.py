@@ -22,7 +22,7 @@ from shardwright.launch.hosts.port import PortLease, lease_port
 from shardwright.launch.joblog.job import JobFolder, create_job_folder
 from shardwright.launch.options.launch_options import LaunchOptions
 from shardwright.launch.options.request import RemoteOptions, RestartOptions
-from shardwright.launch.restarts import Notify, run_job
+from shardwright.launch.restarts import Notify, Prepare, run_job
 
 if TYPE_CHECKING:
     from shardwright.launch.carriers.ssh import SshCarrier
@@ -93,14 +93,16 @@ def launch(asked: LaunchOptions) -> int:
         from shardwright.launch.remote import RemoteAttempts
 
         assert row.on_hosts is not None
-        folder = create_job_folder(options.log_dir, options.job)
-        run = partial(run_job, options.restarts, folder, RemoteAttempts(options, remote, row.on_hosts))
-        return detach(run, folder) if options.detach else run(lambda: None)
+        return _run(options, RemoteAttempts(options, remote, row.on_hosts))
     assert row.here is not None
     with contextlib.closing(lease_port(options.port)) as lease:  # a port that is taken is told before a folder is made
-        folder = create_job_folder(options.log_dir, options.job)
-        run = partial(run_job, options.restarts, folder, LocalAttempts(options, lease, row.here))
-        return detach(run, folder) if options.detach else run(lambda: None)
+        return _run(options, LocalAttempts(options, lease, row.here))
+
+
+def _run(options: LaunchOptions, prepare: Prepare) -> int:
+    folder = create_job_folder(options.log_dir, options.job)
+    run = partial(run_job, options.restarts, folder, prepare)
+    return detach(run, folder) if options.detach else run(lambda: None)
 
 
 class LocalAttempts:

@@ -6,13 +6,12 @@ import contextlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import click
 
 from shardwright.cluster.programs.connection import Probe, open_all
 from shardwright.cluster.trust import on_host
-from shardwright.cluster.trust.plan import MissingLogins, SshState, authorized_line, known_lines, plan
+from shardwright.cluster.trust.plan import MissingLogins, SshState, authorized_line, known_lines, plan, public_key
 from shardwright.common.words import plain
 from shardwright.errors import LaunchError, UsageError
 from shardwright.launch.hosts.hosts import Host, Hosts
@@ -88,12 +87,12 @@ def _apply(
     keys: dict[str, str] = {}
     try:
         for one in lacking:
-            made = looks[one.host.name]
+            key = looks[one.host.name].key
             if one.makes_key:
-                made = SshState.of(one.host, {**opened[one.host.name].demand({"order": "key"}), **_EMPTY})
-            if made.key is None:
+                key = public_key(one.host, opened[one.host.name].demand({"order": "key"}).get("key"))
+            if key is None:
                 raise LaunchError(f"{one.host.name}: no key was made")
-            keys[one.host.name] = made.key
+            keys[one.host.name] = key
         for one in lacking:
             lines = [authorized_line(o, keys[o.name]) for o in hosts if o.name in one.lets_in]
             names = [line for name in one.knows for line in known[name]]
@@ -102,9 +101,6 @@ def _apply(
     except LaunchError as error:
         typed = ",".join(host.address for host in hosts)
         raise LaunchError(f"{error}\nwhat was done until then is undone by `hosts trust -H {typed} --undo`") from None
-
-
-_EMPTY: Mapping[str, Any] = {"user": "", "authorized": (), "known": (), "undo": ()}
 
 
 def _undo(hosts: Hosts, opened: Opened, looks: Mapping[str, SshState], dry: bool, yes: bool) -> int:

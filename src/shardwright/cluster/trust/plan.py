@@ -97,13 +97,13 @@ class SshState:
         """Return the state that a host reports. Raises `LaunchError` where it answers something else."""
         try:
             authorized, known = (frozenset(map(str, answer[name])) for name in ("authorized", "known"))
-            key = _public(host, answer["key"])
+            key = public_key(host, answer["key"])
             return cls(str(answer["user"]), key, authorized, known, tuple(map(str, answer["undo"])))
         except (KeyError, TypeError):
             raise LaunchError(f"{host.name} answered in another form than expected") from None
 
 
-def _public(host: Host, key: object) -> str | None:
+def public_key(host: Host, key: object) -> str | None:
     """Return the key of a host as it may be given to others: nothing but the key, so that no option comes with it."""
     if key is None:
         return None

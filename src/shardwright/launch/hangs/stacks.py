@@ -18,10 +18,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from shardwright.common.pulse import STACK_SIGNAL, PulseFile, PulseReading
-from shardwright.launch.host.processes import descendants, send_signal, state_and_cpu_s
+from shardwright.common.schema import from_json
+from shardwright.launch.host.processes import descendants, name_of, send_signal, state_and_cpu_s
 
 _PY_SPY_S = 4.0  # for all ranks of a host together
 _ANSWER_S = 3.0  # for a rank's own faulthandler, which needs none of Python's locks but a processor
@@ -82,15 +82,6 @@ class Observation:
     below: tuple[str, ...] = ()  # processes that it started: name, pid, state
     recorded: tuple[str, ...] = ()  # by torch, of its collectives on a GPU
 
-    @classmethod
-    def from_message(cls, message: Mapping[str, Any]) -> Observation:
-        stacks = tuple(tuple(Frame(**frame) for frame in stack) for stack in message["stacks"])
-        pulse = None if message["pulse"] is None else PulseReading(**message["pulse"])
-        if pulse is not None:
-            pulse = replace(pulse, calls=tuple((step, count, checksum) for step, count, checksum in pulse.calls))
-        lists = {name: tuple(message[name]) for name in ("below", "recorded")}
-        return cls(**{**message, "stacks": stacks, "pulse": pulse, **lists})
-
 
 def encode_observations(observations: list[Observation]) -> bytes:
     """Return the observations as bytes; where those would be too many, of each rank the main thread alone."""
@@ -104,7 +95,7 @@ def encode_observations(observations: list[Observation]) -> bytes:
 
 def decode_observations(data: bytes) -> list[Observation]:
     """Return the observations in what `encode_observations` has returned."""
-    return [Observation.from_message(message) for message in json.loads(data)]
+    return from_json(data, list[Observation])
 
 
 def observe(targets: Mapping[int, Target]) -> list[Observation]:
@@ -161,8 +152,8 @@ def _facts(rank: int, pid: int, target: Target) -> Observation:
         state = "T"
     below = []
     for child in sorted(descendants(pid))[:_THREADS]:
-        name, its = _proc(child, "comm"), state_and_cpu_s(child)
-        below.append(f"{name} (pid {child}, state {its[0] if its else '?'})")
+        its = state_and_cpu_s(child)
+        below.append(f"{name_of(child)} (pid {child}, state {its[0] if its else '?'})")
     return Observation(
         rank, pid, state, stopped, _proc(pid, "wchan").strip("0"), _proc(pid, "syscall"),
         pulse=target.pulse.read() if target.pulse is not None else None,
@@ -172,7 +163,7 @@ def _facts(rank: int, pid: int, target: Target) -> Observation:
 
 def _proc(pid: int, name: str) -> str:
     try:
-        return Path(f"/proc/{pid}/{name}").read_text(errors="replace").strip()[:_TEXT]
+        return Path(f"/proc/{pid}/{name}").read_text(errors="replace").strip()
     except OSError:
         return ""
 
@@ -253,17 +244,10 @@ def _with_faulthandler(observations: dict[int, Observation], targets: Mapping[in
 
 def _handles(pid: int) -> bool:
     """Return whether a process catches the signal; a program that a rank has executed since its fork may not."""
-    for line in _proc_lines(pid, "status"):
+    for line in _proc(pid, "status").splitlines():
         if line.startswith("SigCgt:"):
             return bool(int(line.split()[1], 16) >> (STACK_SIGNAL - 1) & 1)
     return False
-
-
-def _proc_lines(pid: int, name: str) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/{name}").read_text(errors="replace").splitlines()
-    except OSError:
-        return []
 
 
 def _wait_for_answers(asked: Mapping[int, PulseFile]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from shardwright.common.words import describe_ranks
 from shardwright.launch.hangs.stacks import Observation
 from shardwright.launch.hangs.stall_verdict import Hang, location_of
+from shardwright.launch.joblog.jobs import moment
 
 _SHOWN_GROUPS = 12
 _LONGEST_LINE = 500
@@ -62,8 +63,7 @@ def write_report(hang: Hang, folder: Path) -> Path:
 
 def report_text(hang: Hang) -> str:
     """Return the whole report of a hang, with every stack."""
-    moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime())
-    lines = [moment, headline(hang), "", *group_lines(hang)]
+    lines = [moment(time.time()), headline(hang), "", *group_lines(hang)]
     for seen in sorted(hang.observations, key=lambda seen: seen.rank):
         lines += ["", f"--- rank {seen.rank}{hang.on_host([seen.rank])}, pid {seen.pid}", *_described(seen)]
     return "\n".join(line.translate(_CONTROLS) for line in lines) + "\n"

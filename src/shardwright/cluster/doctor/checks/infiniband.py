@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwright.cluster.doctor import sources
 from shardwright.cluster.doctor.checks.gpus import gpus
@@ -40,12 +40,9 @@ class Port:
 def ports(reading: HostReading) -> tuple[Port, ...]:
     """Return all ports, by /sys or, where a container hides that, by ibstat and ibdev2netdev."""
     states = reading.glob(f"{_ROOT}/*/ports/*/state")
-    found = tuple(_by_sysfs(reading, states)) if states else tuple(_by_ibstat(reading))
+    found = _by_sysfs(reading, states) if states else _by_ibstat(reading)
     addresses = {str(interface): str(address) for interface, address, _ in reading.fact("addresses", list)}
-    return tuple(
-        Port(p.device, p.port, p.state, p.rate, p.link_layer, p.network_device, addresses.get(p.network_device, ""))
-        for p in found
-    )
+    return tuple(replace(port, address=addresses.get(port.network_device, "")) for port in found)
 
 
 def _by_sysfs(reading: HostReading, states: Mapping[str, str]) -> Iterator[Port]:

@@ -29,7 +29,7 @@ _PACKAGES: dict[str, dict[str, str]] = {
         "rhel": "nvidia-driver nvidia-driver-cuda",
         "suse": "nvidia-open-driver-G06-signed-kmp-default nvidia-compute-utils-G06",
     },
-    "nvcc": dict.fromkeys(("ubuntu", "debian", "rhel", "suse"), "cuda-toolkit-{cuda}"),
+    "nvcc": dict.fromkeys(_INSTALL, "cuda-toolkit-{cuda}"),
     "mpi": {
         "ubuntu": "openmpi-bin libopenmpi-dev",
         "debian": "openmpi-bin libopenmpi-dev",
@@ -48,13 +48,8 @@ _PACKAGES: dict[str, dict[str, str]] = {
         "rhel": "python3.11",
         "suse": "python311",
     },
-    "clock": dict.fromkeys(("ubuntu", "debian", "rhel", "suse"), "chrony"),
-    "infiniband": {
-        "ubuntu": "infiniband-diags rdma-core",
-        "debian": "infiniband-diags rdma-core",
-        "rhel": "infiniband-diags rdma-core",
-        "suse": "infiniband-diags rdma-core",
-    },
+    "clock": dict.fromkeys(_INSTALL, "chrony"),
+    "infiniband": dict.fromkeys(_INSTALL, "infiniband-diags rdma-core"),
 }
 # Packages of NVIDIA come from its own repository in these families.
 _NVIDIA_PAGE = "https://developer.nvidia.com/cuda-downloads"
