@@ -286,6 +286,8 @@ def is_transformed(tensor: Any) -> bool:
 
 def is_unknown(number: Any) -> bool:
     """Return whether a number of a trace depends on values of tensors, and not on sizes of the batch alone."""
+    if isinstance(number, (int, float)):
+        return False
     from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols  # imports sympy, half a second
 
     return has_free_unbacked_symbols(number)
