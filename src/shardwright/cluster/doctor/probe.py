@@ -265,7 +265,7 @@ def _reach(peers: Sequence[dict[str, Any]]) -> dict[str, Any]:
         names = {p["name"]: pool.submit(resolve, p["resolve"], REACH_S) for p in peers}
         ssh = {p["name"]: pool.submit(_ssh, p["target"]) for p in peers}
         return {
-            name: {"tcp": tcp[name].result(), "addresses": names[name].result() or None, "ssh": ssh[name].result()}
+            name: {"tcp": tcp[name].result(), "addresses": names[name].result(), "ssh": ssh[name].result()}
             for name in tcp
         }
 

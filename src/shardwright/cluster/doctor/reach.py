@@ -19,6 +19,7 @@ from typing import Any
 from shardwright.cluster.doctor import probe
 from shardwright.cluster.doctor.reading import CommandResult, HostReading, Unreadable
 from shardwright.cluster.programs.connection import NoAnswer, Probe, open_all
+from shardwright.common.schema import SchemaError, checked
 from shardwright.launch.hosts.hosts import Host, Hosts
 from shardwright.launch.options.request import NamedHosts
 
@@ -114,8 +115,8 @@ def _ways(
             silent[host.name] = f"it was looked at, but then: {error}"
             return
         try:
-            found.update({(host.name, other.name): _way(answer[other.name]) for other in others})
-        except (KeyError, TypeError) as error:
+            found.update({(host.name, other.name): checked(answer[other.name], Route) for other in others})
+        except (KeyError, SchemaError) as error:
             silent[host.name] = f"it was looked at, but then answered in another form than expected: {error!r}"
 
     if len(hosts) > 1:
@@ -164,10 +165,3 @@ def with_way_out(reading: HostReading, ways: Mapping[tuple[str, str], Route]) ->
         if reached and all(address in mine for mine in reached)
     ]
     return reading.changed(leads_out=max(leading, key=lambda one: one[1])[0] if leading else None)
-
-
-def _way(answer: Any) -> Route:
-    """Return the route. Raises `KeyError` or `TypeError` where a host answers in another form."""
-    tcp = tuple(TcpAttempt(str(t["address"]), str(t["how"]), t["mine"], str(t["said"])) for t in answer["tcp"])
-    ssh = CommandResult(answer["ssh"]["code"], str(answer["ssh"]["out"]), str(answer["ssh"]["err"]))
-    return Route(tcp, tuple(str(address) for address in answer["addresses"] or ()), ssh)

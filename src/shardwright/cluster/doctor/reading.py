@@ -12,9 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from shardwright.common.schema import SchemaError, checked
 from shardwright.common.words import plain
 
 T = TypeVar("T")
+_ANSWERED = ("files", "unreadable", "commands", "facts")
 
 
 class Unreadable(Exception):
@@ -48,12 +50,8 @@ class HostReading:
     def of(cls, name: str, answer: Mapping[str, Any]) -> HostReading:
         """Return the answer of a probe. Raises `Unreadable` where it has another form."""
         try:
-            ran = {
-                str(k): CommandResult(v["code"], str(v["out"]), str(v["err"])) for k, v in answer["commands"].items()
-            }
-            files, unreadable = ({str(k): str(v) for k, v in answer[key].items()} for key in ("files", "unreadable"))
-            return cls(name, files, unreadable, ran, {str(k): v for k, v in answer["facts"].items()})
-        except (KeyError, TypeError, AttributeError) as error:
+            return checked({"name": name, **{key: answer[key] for key in _ANSWERED}}, cls)
+        except (KeyError, SchemaError) as error:
             raise Unreadable(f"the host answered in another form than expected: {error!r}") from None
 
     def file(self, path: str) -> str | None:
