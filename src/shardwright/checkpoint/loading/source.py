@@ -33,7 +33,6 @@ from shardwright.distributed.ranks import Purpose
 from shardwright.errors import CheckpointError, DamageError
 
 TO_LOAD = Purpose("loading a checkpoint", CheckpointError)
-_ASIDE_BYTES = BLOCK_BYTES // 16  # where no more of a block is unwanted, it is read without a copy, and that forgotten
 
 
 @dataclass(frozen=True)
@@ -64,19 +63,13 @@ class BlockRead(NamedTuple):
 
 
 class _Scratch(threading.local):
-    """The memory into which a thread reads blocks, and the file that it read last.
+    """The file that a thread read last, which stays open, and memory for what it reads and does not want."""
 
-    ``memory`` holds the last block of which the thread needed a part only: the next part is often in it too. ``rest``
-    takes what is read and not wanted at all. The file stays open.
-    """
-
-    key: tuple[str, int, int] | None = None
     name: str | None = None
     file: File
 
     def __init__(self) -> None:
-        self.memory = bytearray(BLOCK_BYTES)
-        self.rest = bytearray(BLOCK_BYTES)
+        self.before, self.after = bytearray(BLOCK_BYTES), bytearray(BLOCK_BYTES)
 
     def opened(self, folder: Folder, name: str) -> File:
         if self.name != name:
@@ -110,14 +103,10 @@ class Source:
     def pieces(self, entry: str, place: Extent, start: int, buffer: memoryview) -> list[BlockRead]:
         """Return what to give to `fetch` for ``buffer`` to be filled as by `read`."""
         stop, step = start + len(buffer), max(self.folder.piece_bytes // BLOCK_BYTES, 1)
-        low, high = first, last = start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)
-        if first < last and _unwanted(place, first, start, stop) > _ASIDE_BYTES:
-            low += 1
-        if low < last and _unwanted(place, last - 1, start, stop) > _ASIDE_BYTES:
-            high -= 1
-        middle = range(low, max(high - step // 2, low + 1), step) if low < high else ()  # none is a mere rest
+        first, last = start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)
+        firsts = range(first, max(last - step // 2, first + 1), step) if first < last else ()  # none is a mere rest
         found = []
-        for index, end in pairwise([*range(first, low), *middle, *range(high, last), last]):
+        for index, end in pairwise([*firsts, last]):
             begin, finish = index * BLOCK_BYTES, min(end * BLOCK_BYTES, place.length)
             before, after = max(start - begin, 0), max(finish - stop, 0)
             part = buffer[begin + before - start : finish - after - start]
@@ -131,30 +120,9 @@ class Source:
             CheckpointError: as `read`.
         """
         entry, place, index, buffer, before, after = piece
-        if not before and not after:
-            found = self.check_blocks(entry, place, index, buffer)
-        elif before + after > _ASIDE_BYTES and before + len(buffer) + after <= BLOCK_BYTES:
-            found = self._take(piece)
-        else:
-            scratch = self._scratch
-            scratch.key = None
-            aside = memoryview(scratch.memory)[:before], memoryview(scratch.rest)[:after]
-            found = self.check_blocks(entry, place, index, *filter(len, (aside[0], buffer, aside[1])))
-        if found:
+        beside = memoryview(self._scratch.before)[:before], memoryview(self._scratch.after)[:after]
+        if found := self.check_blocks(entry, place, index, *filter(len, (beside[0], buffer, beside[1]))):
             raise self.damaged(found[0])
-
-    def _take(self, piece: BlockRead) -> list[Damage]:
-        """Read a block, unless it is here, and take what is wanted of it; what is wrong with it."""
-        entry, place, index, buffer, before, after = piece
-        scratch, key = self._scratch, (place.file, place.start, index)
-        block = memoryview(scratch.memory)[: before + len(buffer) + after]
-        if scratch.key != key:
-            scratch.key = None
-            if found := self.check_blocks(entry, place, index, block):
-                return found
-            scratch.key = key
-        buffer[:] = block[before : before + len(buffer)]
-        return []
 
     def check_blocks(self, entry: str, place: Extent, index: int, *buffers: memoryview) -> list[Damage]:
         """Read blocks of a container into ``buffers``, and return the damage that is found.
@@ -210,12 +178,6 @@ class Source:
 
     def damaged(self, *found: Damage) -> CheckpointError:
         return damage_error(self.folder, found)
-
-
-def _unwanted(place: Extent, index: int, start: int, stop: int) -> int:
-    """Return how many bytes of a block of a container do not lie in those from ``start`` to ``stop``."""
-    first, last = index * BLOCK_BYTES, min((index + 1) * BLOCK_BYTES, place.length)
-    return max(start - first, 0) + max(last - stop, 0)
 
 
 def _altered(entry: str, place: Extent, index: int, sums: Sequence[str]) -> Iterator[Damage]:
