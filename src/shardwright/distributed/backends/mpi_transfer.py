@@ -1,4 +1,4 @@
-"""Collectives on CPU tensors by MPI, in the tensors' own memory: contiguous tensors are not copied.
+"""Collectives on CPU tensors by MPI, in the tensors' own memory: contiguous tensors are not copied, but lists of them.
 
 Everything here is blocking: what is to be stepped through has ended already. Tensors are moved by the size of their
 elements, so that every dtype travels; they are reduced as what they are. MPI knows no bfloat16 and no float16: those
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shardwright.distributed.backends import table
 from shardwright.distributed.backends.group import Steps
+from shardwright.distributed.backends.segment.flats import flat_of, flats_of
 from shardwright.distributed.backends.segment.reduction import Reduction as KnownReduction
 
 LARGEST_COUNT = 2**31 - 1  # MPI counts in C ints
@@ -65,9 +66,13 @@ class Reduction:
         """Elements of `_BLOCK_BYTES`."""
         return _BLOCK_BYTES // self.datatype.Get_size()
 
-    def finish(self, summed: Tensor) -> None:
-        if self.averages:
-            summed.div_(self.size)
+    def wide(self, block: Tensor) -> Tensor:
+        """Return a block as it is reduced: in float32 if `widened`, else the block itself."""
+        return block.float() if self.widened else block
+
+    def finished(self, summed: Tensor) -> Tensor:
+        """Return what all ranks have summed, as it is asked for."""
+        return summed.div_(self.size) if self.averages else summed
 
 
 class Transfer:
@@ -86,44 +91,50 @@ class Transfer:
         return ()
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Steps:
-        with _Whole(tensor, write=True) as flat:
-            for block in self._blocks(flat, reduction):
-                with _Wide(block, reduction.widened, read=True, write=True) as wide:
-                    self.comm.Allreduce(MPI.IN_PLACE, _numbers(wide, reduction), reduction.op)
-                    reduction.finish(wide)
+        flat, finish = flat_of(tensor)
+        for block in _cut(flat, min(self.largest_count, reduction.block())):
+            wide = reduction.wide(block)
+            self.comm.Allreduce(MPI.IN_PLACE, _numbers(wide, reduction), reduction.op)
+            block.copy_(reduction.finished(wide))
+        finish()
         return ()
 
     def reduce(self, tensor: Tensor, root: int, reduction: Reduction) -> Steps:
         """Into ``tensor`` of the root; that of another rank keeps its values."""
-        here = self.rank == root
-        with _Whole(tensor, write=here) as flat:
-            for block in self._blocks(flat, reduction):
-                with _Wide(block, reduction.widened, read=True, write=here) as wide:
-                    buffer = _numbers(wide, reduction)
-                    if not here:
-                        self.comm.Reduce(buffer, None, reduction.op, root)
-                        continue
-                    self.comm.Reduce(MPI.IN_PLACE, buffer, reduction.op, root)
-                    reduction.finish(wide)
+        flat, finish = flat_of(tensor)
+        for block in _cut(flat, min(self.largest_count, reduction.block())):
+            wide = reduction.wide(block)
+            buffer = _numbers(wide, reduction)
+            if self.rank != root:
+                self.comm.Reduce(buffer, None, reduction.op, root)
+                continue
+            self.comm.Reduce(MPI.IN_PLACE, buffer, reduction.op, root)
+            block.copy_(reduction.finished(wide))
+        if self.rank == root:
+            finish()
         return ()
 
     def broadcast(self, tensor: Tensor, root: int) -> Steps:
-        with _Whole(tensor, write=self.rank != root) as flat:
-            for block in _cut(flat, self.largest_count):
-                self.comm.Bcast(_elements(block), root)
+        flat, finish = flat_of(tensor)
+        for block in _cut(flat, self.largest_count):
+            self.comm.Bcast(_elements(block), root)
+        if self.rank != root:
+            finish()
         return ()
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Steps:
         """``output`` has the elements of ``tensor`` from every rank, in the order of the ranks."""
-        with _Whole(output, write=True) as flat, _Whole(tensor) as part:
-            rows = flat.view(self.size, part.numel())
-            if flat.numel() <= self.largest_count:
-                self.comm.Allgather(_elements(part), _elements(rows))
-                return ()
+        flat, finish = flat_of(output)
+        part, _ = flat_of(tensor)
+        rows = flat.view(self.size, part.numel())
+        if flat.numel() <= self.largest_count:
+            self.comm.Allgather(_elements(part), _elements(rows))
+        else:
             for columns in self._columns(part.numel()):
                 gathered = rows.new_empty(self.size, columns.stop - columns.start)
                 self.comm.Allgather(_elements(part[columns]), _elements(gathered))
                 rows[:, columns] = gathered
+        finish()
         return ()
 
     def all_gather_list(self, outputs: Sequence[Tensor], tensor: Tensor) -> Steps:
@@ -134,53 +145,51 @@ class Transfer:
                     output.copy_(tensor)
                 self.broadcast(output, root)
             return ()
-        with _Joined(outputs, write=True) as joined:
-            return self.all_gather(joined, tensor)
+        gathered = tensor.new_empty(self.size, tensor.numel())
+        self.all_gather(gathered, tensor)
+        for output, row in zip(outputs, gathered, strict=True):
+            output.copy_(row.view_as(output))
+        return ()
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, reduction: Reduction) -> Steps:
         """``tensor`` has one part for every rank; this rank's, reduced over the ranks, goes to ``output``."""
-        with _Whole(output, write=True) as part, _Whole(tensor) as flat:
-            rows = flat.view(self.size, part.numel())
-            if flat.numel() <= self.largest_count and not reduction.widened:
-                self._reduce_scatter(part, rows, reduction)
-                return ()
-            for columns in self._columns(part.numel(), reduction.block() if reduction.widened else None):
-                with _Wide(part[columns], reduction.widened, write=True) as wide:
-                    self._reduce_scatter(wide, rows[:, columns].to(wide.dtype).contiguous(), reduction)
+        part, finish = flat_of(output)
+        flat, _ = flat_of(tensor)
+        rows = flat.view(self.size, part.numel())
+        whole = flat.numel() <= self.largest_count and not reduction.widened
+        for columns in [slice(None)] if whole else self._columns(part.numel(), reduction.block()):
+            mine = reduction.wide(part[columns])
+            wide = rows[:, columns].to(mine.dtype).contiguous()
+            self.comm.Reduce_scatter_block(_numbers(wide, reduction), _numbers(mine, reduction), reduction.op)
+            part[columns].copy_(reduction.finished(mine))
+        finish()
         return ()
-
-    def _reduce_scatter(self, part: Tensor, rows: Tensor, reduction: Reduction) -> None:
-        self.comm.Reduce_scatter_block(_numbers(rows, reduction), _numbers(part, reduction), reduction.op)
-        reduction.finish(part)
 
     def reduce_scatter_list(self, output: Tensor, tensors: Sequence[Tensor], reduction: Reduction) -> Steps:
         """One tensor for every rank; they may differ in size."""
-        if len({tensor.numel() for tensor in tensors}) > 1:
-            for root, tensor in enumerate(tensors):
-                reduced = tensor.clone(memory_format=torch.contiguous_format)
-                self.reduce(reduced, root, reduction)
-                if root == self.rank:
-                    output.copy_(reduced.view_as(output))
-            return ()
-        with _Joined(tensors) as joined:
-            return self.reduce_scatter(output, joined, reduction)
+        if len({tensor.numel() for tensor in tensors}) == 1:
+            return self.reduce_scatter(output, torch.cat(flats_of(tensors)[0]), reduction)
+        for root, tensor in enumerate(tensors):
+            reduced = tensor.clone(memory_format=torch.contiguous_format)
+            self.reduce(reduced, root, reduction)
+            if root == self.rank:
+                output.copy_(reduced.view_as(output))
+        return ()
 
     def exchange(self, kind: str, outputs: Mapping[int, Tensor], inputs: Mapping[int, Tensor], root: int = 0) -> Steps:
         """Send ``inputs[r]`` to rank r and receive ``outputs[r]`` from it: all-to-all, gather and scatter.
 
         Every rank decides for itself what it sends, so that all must send one message for each that is awaited.
         """
-        if self.rank in outputs:
-            outputs[self.rank].copy_(inputs[self.rank].view_as(outputs[self.rank]))
-        peers = [(self.rank + distance) % self.size for distance in range(1, self.size)]
-        received = {peer: outputs[peer].contiguous() for peer in peers if peer in outputs}
-        sent = {peer: inputs[peer].contiguous() for peer in peers if peer in inputs}
+        into, finish = flats_of(list(outputs.values()))
+        received = dict(zip(outputs, into, strict=True))
+        sent = dict(zip(inputs, flats_of(list(inputs.values()))[0], strict=True))
+        if self.rank in received:
+            received.pop(self.rank).copy_(sent.pop(self.rank))
         requests = [r for peer, tensor in received.items() for r in self.receive(tensor, peer, 0)]
         requests += [r for peer, tensor in sent.items() for r in self.send(tensor, peer, 0)]
         MPI.Request.Waitall(requests)
-        for peer, tensor in received.items():
-            if tensor is not outputs[peer]:
-                outputs[peer].copy_(tensor)
+        finish()
         return ()
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> list[MPI.Request]:
@@ -194,9 +203,6 @@ class Transfer:
     def _messages(self, tensor: Tensor) -> Iterator[Tensor]:
         """An empty tensor is a message, too: somebody waits for it."""
         return iter(_cut(tensor.view(-1), self.largest_count) or (tensor,))
-
-    def _blocks(self, flat: Tensor, reduction: Reduction) -> tuple[Tensor, ...]:
-        return _cut(flat, min(self.largest_count, reduction.block()))
 
     def _columns(self, columns: int, most: int | None = None) -> Iterator[slice]:
         width = max(1, min(self.largest_count // self.size, most or columns))
@@ -218,66 +224,3 @@ def _elements(tensor: Tensor) -> list[Any]:
 
 def _memory(tensor: Tensor) -> MPI.buffer:
     return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.element_size())
-
-
-class _Whole:
-    """The elements of a tensor in order as one flat tensor: its own memory, or a copy that is written back."""
-
-    def __init__(self, tensor: Tensor, write: bool = False) -> None:
-        self.tensor, self.write = tensor, write
-
-    def __enter__(self) -> Tensor:
-        self.flat = self.tensor.contiguous().view(-1)
-        return self.flat
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if self.write and kind is None and not self.tensor.is_contiguous():
-            self.tensor.copy_(self.flat.view_as(self.tensor))
-
-
-class _Wide:
-    """A block in float32 if ``widened``, else the block itself. What is written to it comes back rounded."""
-
-    def __init__(self, block: Tensor, widened: bool, read: bool = False, write: bool = False) -> None:
-        self.block, self.widened, self.read, self.write = block, widened, read, write
-
-    def __enter__(self) -> Tensor:
-        self.wide = self.block
-        if self.widened:
-            self.wide = self.block.float() if self.read else torch.empty_like(self.block, dtype=torch.float32)
-        return self.wide
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if self.widened and self.write and kind is None:
-            self.block.copy_(self.wide)
-
-
-class _Joined:
-    """Tensors of one size as one tensor: the memory that they share if they lie there in order, else a copy."""
-
-    def __init__(self, tensors: Sequence[Tensor], write: bool = False) -> None:
-        self.tensors, self.write = tensors, write
-
-    def __enter__(self) -> Tensor:
-        first, size = self.tensors[0], self.tensors[0].numel()
-        step_bytes = size * first.element_size()
-        self.shared = all(
-            tensor.is_contiguous() and tensor.data_ptr() == first.data_ptr() + i * step_bytes
-            for i, tensor in enumerate(self.tensors)
-        ) and _same_storage(self.tensors)
-        if self.shared:
-            self.joined = first.as_strided((len(self.tensors) * size,), (1,))
-        elif self.write:
-            self.joined = first.new_empty(len(self.tensors) * size)
-        else:
-            self.joined = torch.cat([tensor.reshape(-1) for tensor in self.tensors])
-        return self.joined
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if self.write and not self.shared and kind is None:
-            for tensor, part in zip(self.tensors, self.joined.chunk(len(self.tensors)), strict=True):
-                tensor.copy_(part.view_as(tensor))
-
-
-def _same_storage(tensors: Sequence[Tensor]) -> bool:
-    return len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1

@@ -32,15 +32,11 @@ _STOP_TIMEOUT_S = 5.0
 
 
 class MpiWork(CollectiveWork):
-    """A collective by MPI, or a message.
+    """A collective by MPI, or a message."""
 
-    ``later``: it ends on another thread than the one that waits for it. Without, the few microseconds of an event are
-    saved.
-    """
-
-    def __init__(self, outputs: Sequence[Tensor], later: bool) -> None:
+    def __init__(self, outputs: Sequence[Tensor]) -> None:
         super().__init__(outputs)
-        self._ended = threading.Event() if later else None
+        self._ended = threading.Event()
 
     def run(self, task: Task) -> None:
         error: BaseException | None = None
@@ -51,12 +47,11 @@ class MpiWork(CollectiveWork):
         except BaseException as raised:
             error = raised
         self.end(error)
-        if self._ended is not None:
-            self._ended.set()
+        self._ended.set()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Raises what the collective raised, or `TimeoutError` after a timeout that is not 0."""
-        if self._ended is not None and not self._ended.wait(timeout.total_seconds() if timeout else None):
+        if not self._ended.wait(timeout.total_seconds() if timeout else None):
             raise TimeoutError(f"the collective has not ended after {timeout}")
         return self.ended_well()
 
@@ -67,7 +62,7 @@ class Message(MpiWork):
     def __init__(
         self, tensor: Tensor, requests: Sequence[MPI.Request], finish: Task, watched: Callable[[], Any]
     ) -> None:
-        super().__init__([tensor], later=False)
+        super().__init__([tensor])
         self.requests, self.finish, self.watched = list(requests), finish, watched
         self.statuses = [MPI.Status() for _ in self.requests]
         self._once = threading.Lock()
@@ -189,7 +184,7 @@ class CollectiveQueue:
         with self._counting:
             number = self.watch.counts[self.group] = self.watch.counts.get(self.group, 0) + 1
             behind = asynchronous or self._waiting > 0
-            work = MpiWork(outputs, later=behind)
+            work = MpiWork(outputs)
             if behind:
                 self._waiting += 1
                 self._queue.put((work, task, what, number))
