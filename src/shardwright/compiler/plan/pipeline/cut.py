@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+from shardwright.compiler.plan.pricing.schedule import Floats
 
 _EARLIER = 0.999  # of the time: a border is moved for no less
 

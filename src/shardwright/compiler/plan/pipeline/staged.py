@@ -25,7 +25,7 @@ from shardwright.compiler.mesh.redistribute import Collective
 from shardwright.compiler.plan.axis_names import with_axis_names
 from shardwright.compiler.plan.decisions import Transfer
 from shardwright.compiler.plan.pipeline.costs import MicrobatchCosts, StagedCosts
-from shardwright.compiler.plan.pipeline.cut import Floats, Limit, cut, improved
+from shardwright.compiler.plan.pipeline.cut import Limit, cut, improved
 from shardwright.compiler.plan.pipeline.fitting import Limits, parameters_read, within_memory
 from shardwright.compiler.plan.pipeline.linear import why_not_in_turns
 from shardwright.compiler.plan.plan import Plan
@@ -33,6 +33,7 @@ from shardwright.compiler.plan.pricing.cost import Seconds
 from shardwright.compiler.plan.pricing.graph import RuledGraph
 from shardwright.compiler.plan.pricing.memory import local_bytes
 from shardwright.compiler.plan.pricing.schedule import (
+    Floats,
     least_seconds,
     read_schedule,
     schedule,

@@ -18,7 +18,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeVar, cast
+from functools import reduce
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -234,8 +235,7 @@ def seconds_of_cuts(
     """
     took = {"forward": [*forward], "backward": [*backward], "weights": [*np.zeros_like(backward)]}
     turns, of_stages = _turns(table, len(forward)), [on_demand] * len(forward)
-    ends = _ends(turns, took, [*message], of_stages, np.maximum, np.zeros(forward.shape[1]))
-    return cast(Floats, np.maximum.reduce(ends))
+    return reduce(np.maximum, _ends(turns, took, [*message], of_stages, np.maximum, np.zeros(forward.shape[1])))
 
 
 class _Turn(NamedTuple):
@@ -289,8 +289,8 @@ def _ends(
     on_demand: Sequence[bool],
     larger: Callable[[Time, Time], Time],
     start: Time,
-) -> list[Time]:
-    """Return when each action ends, of one cut into stages or, with arrays, of several.
+) -> Iterator[Time]:
+    """Yield when each action ends, of one cut into stages or, with arrays, of several.
 
     Args:
         took: seconds of actions, by their kind and their stage.
@@ -298,22 +298,19 @@ def _ends(
     """
     free = defaultdict[int, Time](lambda: start)  # when a group has done what it did so far
     links = defaultdict[tuple[int, str], Time](lambda: start)  # when its last message in a direction has gone
-    ends: list[Time] = []
-    arrives: list[Time] = []  # the message that follows, or when it was sent, if on demand
-    for action, group, takes in turns:
+    arrives: dict[int, Time] = {}  # messages under way, by who has sent them; when they were sent, if on demand
+    for place, (action, group, takes) in enumerate(turns):
         begins = free[group]
         if takes is not None:
             message = _message(action)
-            begins = larger(begins, arrives[takes])
+            begins = larger(begins, arrives.pop(takes))
             begins = begins + messages[message] if on_demand[message] else begins
         free[group] = begins + took[action.kind][action.stage]
-        ends.append(free[group])
-        arrives.append(free[group])
         if reader := _reader(action, len(messages)):
             message, link = _message(reader), (group, action.kind)
             links[link] = larger(free[group], links[link]) + messages[message]
-            arrives[-1] = free[group] if on_demand[message] else links[link]
-    return ends
+            arrives[place] = free[group] if on_demand[message] else links[link]
+        yield free[group]
 
 
 def least_seconds(both_s: float, name: str, groups: int, microbatches: int) -> float:
