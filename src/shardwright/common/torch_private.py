@@ -378,8 +378,14 @@ def traced(function: Callable[..., Any], *args: Any, above_autograd: bool) -> to
     Beneath autograd, these are the operators of every backward in it too, which the public exporter does not record.
     Libraries take the branches that they take under that.
     """
+
+    def at_once(*tensors: Any) -> Any:
+        with torch._C.DisableTorchFunction(), torch.no_grad():  # the tracer's mode for functions would not end
+            return function(*tensors)
+
+    run = at_once if above_autograd else function
     with exporting():
-        return make_fx(function, tracing_mode="real", pre_dispatch=above_autograd, _allow_non_fake_inputs=True)(*args)
+        return make_fx(run, tracing_mode="real", pre_dispatch=above_autograd, _allow_non_fake_inputs=True)(*args)
 
 
 pytree = _pytree  # torch has no public one; `trees` wraps it
