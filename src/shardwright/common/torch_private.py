@@ -379,11 +379,11 @@ def traced(function: Callable[..., Any], *args: Any, above_autograd: bool) -> to
     Libraries take the branches that they take under that.
     """
 
-    def at_once(*tensors: Any) -> Any:
-        with torch._C.DisableTorchFunction(), torch.no_grad():  # the tracer's mode for functions would not end
+    def without_function_modes(*tensors: Any) -> Any:
+        with torch._C.DisableTorchFunction(), torch.no_grad():  # the tracer's own mode would call itself without end
             return function(*tensors)
 
-    run = at_once if above_autograd else function
+    run = without_function_modes if above_autograd else function
     with exporting():
         return make_fx(run, tracing_mode="real", pre_dispatch=above_autograd, _allow_non_fake_inputs=True)(*args)
 

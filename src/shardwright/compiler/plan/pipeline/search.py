@@ -30,8 +30,7 @@ def best_in_stages(graph: RuledGraph, request: PlanRequest, make: Make, without:
     Args:
         make: makes the plan of one stage.
     """
-    best, found = without, [TriedStages(1, why="nothing fits")]
-    least_s = math.inf
+    best, least_s, found = without, math.inf, [TriedStages(1, why="nothing fits")]
     if without is not None:
         least_s = Prices(without, request.hardware).step_s
         found = [TriedStages(1, step_s=least_s)]
