@@ -335,15 +335,18 @@ def _stages_of_operators(plan: Decisions) -> dict[str, Collection[int]]:
     }
 
 
-def crossing_bytes(plan: Decisions, stage: int) -> Iterator[int]:
-    """Yield the bytes of each value that a stage, or one before, makes for later ones, of a microbatch."""
+def crossing_bytes(plan: Decisions) -> list[int]:
+    """Return for each stage the bytes that it, or one before, makes of a microbatch for later ones; 0 for the last."""
     assert plan.stages is not None
-    of = plan.stages.of
+    of, found = plan.stages.of, [0] * plan.stages.total
     for node in plan.capture.nodes:
-        if of.get(node.name, stage + 1) <= stage:
-            for name in node.results:
-                if any(of.get(use.node.name, 0) > stage for use in plan.graph.uses[name]):
-                    yield local_bytes(plan.capture.values[name], plan.layout(name), plan.mesh)
+        for name in node.results if node.name in of else ():
+            last = max((of.get(use.node.name, 0) for use in plan.graph.uses[name]), default=0)
+            if last > of[node.name]:
+                size = local_bytes(plan.capture.values[name], plan.layout(name), plan.mesh)
+                for stage in range(of[node.name], last):
+                    found[stage] += size
+    return found
 
 
 def _asked_for(plan: Decisions, group: int) -> int:
@@ -352,7 +355,8 @@ def _asked_for(plan: Decisions, group: int) -> int:
     if plan.hardware is None or not plan.hardware.receives_early:
         return 0
     own = [stage for stage in range(plan.stages.total) if plan.stages.group(stage) == group]
-    ahead, back = (max(sum(crossing_bytes(plan, stage - before)) for stage in own) for before in (1, 0))
+    crossing = crossing_bytes(plan)  # nothing from the last stage
+    ahead, back = (max(crossing[stage - before] for stage in own) for before in (1, 0))
     return UNDER_WAY * (ahead + back)
 
 

@@ -10,9 +10,11 @@ which the planes of the plans that were found allow a bound that is higher by ha
 nearest are next (Lemaréchal, Nemirovskii and Nesterov, *New variants of bundle methods*, 1995). The first are 1, and on
 finer meshes the last ones of coarser: most plans compute for longer.
 
-Each mesh is looked at once. Then it is always the one with the least bound, until that is near what the best plan
-takes: where the bound is above that, nothing on a mesh is worth another look. Nor is a mesh whose bound is hardly less
-than that of the coarser mesh of whose axes it has the parts: what the coarser one does not promise, it does not either.
+Each mesh is looked at once, but for one that splits as many ranks over the same links into as many axes as another
+whose bound promised nothing. It may have a cheaper plan, and is named beside the others as one that was not searched.
+Then it is always the mesh with the least bound, until that is near what the best plan takes: where the bound is above
+that, nothing on a mesh is worth another look. Nor is a mesh whose bound is hardly less than that of the coarser mesh of
+whose axes it has the parts: what the coarser one does not promise, it does not either.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from shardwright.compiler.plan.meshes import Meshes
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.cost import PerDirection, Seconds
 from shardwright.compiler.plan.pricing.graph import RuledGraph
+from shardwright.compiler.plan.pricing.links import LinkKind, link_along
 from shardwright.compiler.plan.request import PlanRequest
 from shardwright.compiler.plan.search.choices import Choice, OverBudget
 from shardwright.compiler.plan.search.mixing import Weighed, cheapest_between
@@ -113,13 +116,33 @@ class HidingMeshes(Meshes):
     def look_at(self, on_meshes: Sequence[MeshSearch]) -> None:
         """Search these meshes for plans whose steps take less, and all that there are for larger bounds."""
         for on_mesh in on_meshes:
-            self._look_at(on_mesh, self._start)
+            if (other := self._promising_nothing(on_mesh.mesh)) is None:
+                self._look_at(on_mesh, self._start)
+            else:
+                said = f"not searched: its axes have the links of {other}, which promises hardly more than fewer axes"
+                self._said[on_mesh.mesh] = said
         while (following := self._next()) is not None:
             mesh, weights = following
             self._look_at(self._spaces.search(mesh, self._plain.hiding(weights)), weights)
         if self._spaces.best is not None:
             self._start = self._on[self._spaces.best].best
             self._objective = self._plain.hiding(self._start)
+
+    def _promising_nothing(self, mesh: Mesh) -> Mesh | None:
+        """Return a mesh with as many axes, which split as many ranks over the same links, if it was passed over."""
+        ranks = self._ranks_by_link(mesh)
+        return next(
+            (of.mesh for of in self._on.values() if of.is_passed_over and self._ranks_by_link(of.mesh) == ranks), None
+        )
+
+    def _ranks_by_link(self, mesh: Mesh) -> dict[LinkKind, tuple[int, int]]:
+        """Return how many axes have each kind of link, and how many ranks these split."""
+        found: dict[LinkKind, tuple[int, int]] = {}
+        for axis in mesh.axes:
+            link = link_along(mesh, [axis.name], self._request.hardware.ranks_per_host)
+            axes, ranks = found.get(link, (0, 1))
+            found[link] = axes + 1, ranks * axis.size
+        return found
 
     def _found(self) -> Plan:
         """Return what was found, or what lies between two plans on a mesh, where a gap is left."""

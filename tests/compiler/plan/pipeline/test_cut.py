@@ -38,7 +38,7 @@ def test_no_cut_that_keeps_limits_is_better(data, count, operators):
         return data.draw(st.lists(SECONDS, min_size=operators, max_size=operators))
 
     costs, crossing = numbers(), numbers()
-    limits = [[Limit(numbers(), data.draw(st.integers(5, 120))) for _ in range(2)] for _ in range(count)]
+    limits = [[Limit(numbers(), data.draw(st.integers(-5, 120))) for _ in range(2)] for _ in range(count)]
 
     def keeps(starts):
         ends = [*starts[1:], operators]

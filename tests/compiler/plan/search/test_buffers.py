@@ -35,3 +35,6 @@ def test_the_least_of_a_sum_and_the_largest_buffer(seed):
     # What lies between a buffer and the half of it counts with the half: no more than that is lost.
     assert optimum - 1e-9 <= both(found) <= optimum * (1 + WORTH) + price * buffers.of(found) / 2 + 1e-9
     assert math.isclose(bound, optimum) or bound >= optimum * (1 - WORTH) - price * 500
+    for enough in (0.9 * optimum, bound):
+        less = by_buffers(solve, buffers, price, enough=enough)[1]
+        assert min(enough, optimum * (1 - WORTH) - price * 500) - 1e-9 <= less <= optimum + 1e-9

@@ -2,7 +2,7 @@
 
 What depends on no parameter or on no batch comes first, as a count of labels; then the actions of the schedule; last
 what follows from all microbatches, as the loss, whose gradient for each of them is known before: see
-`operators.scheduled`. `plan.pipeline.staged` says which losses are such.
+`operators.scheduled`. `plan.pipeline.linear` says which losses are such.
 """
 
 from __future__ import annotations

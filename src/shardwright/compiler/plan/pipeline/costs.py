@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -127,16 +127,30 @@ class StagedCosts:
         return self.plan.memory_model.of_stage(self.plan, self.plan.optimizer, group)
 
     def _stage(self, stage: int) -> StageCost:
-        nodes = [node for node in self.plan.capture.nodes if self.cut.of.get(node.name) == stage]
-        names = {node.name for node in nodes}
+        nodes = self._of_stages[stage]
         took = [self._of_microbatch.operator_s(node) for node in nodes]
         weights_s = sum(SHARE * self._costs.backward_s(node) for node in nodes if node.name in self._split)
-        read = (transfer for transfer in self.plan.transfers if transfer.consumers[0][0] in names)
-        took += map(self._of_microbatch.transfer_s, read)
+        took += map(self._of_microbatch.transfer_s, (each for node in nodes for each in self._read_by[node.name]))
         forward_s, backward_s = (sum(seconds) for seconds in zip(*took, strict=True)) if took else (0.0, 0.0)
         modules = tuple(dict.fromkeys(node.scope for node in nodes))
-        message_s = self._message_s(stage) if stage + 1 < self.cut.total else 0.0
-        return StageCost(modules, len(nodes), forward_s, backward_s, message_s, weights_s)
+        return StageCost(modules, len(nodes), forward_s, backward_s, self._message_s(stage), weights_s)
+
+    @cached_property
+    def _of_stages(self) -> list[list[Node]]:
+        """The operators of each stage."""
+        found: list[list[Node]] = [[] for _ in range(self.cut.total)]
+        for node in self.plan.capture.nodes:
+            if node.name in self.cut.of:
+                found[self.cut.of[node.name]].append(node)
+        return found
+
+    @cached_property
+    def _read_by(self) -> Mapping[str, list[Transfer]]:
+        """The redistributions for each operator, by its name; of several that need one the first."""
+        found = defaultdict[str, list[Transfer]](list)
+        for transfer in self.plan.transfers:
+            found[transfer.consumers[0][0]].append(transfer)
+        return found
 
     @cached_property
     def _split(self) -> frozenset[str]:
@@ -148,8 +162,13 @@ class StagedCosts:
     def _message_s(self, stage: int) -> float:
         """Return what goes from a stage to the next one for a microbatch takes."""
         pair = Mesh((Axis(PIPELINE, 2), *self.plan.devices.axes[1:]))
-        size = sum(crossing_bytes(self.plan, stage))
+        size = self._crossing_bytes[stage]
         return self._seconds(Collective("all_gather", (PIPELINE,), 2 * size), pair) if size else 0.0
+
+    @cached_property
+    def _crossing_bytes(self) -> list[int]:
+        """What passes from each stage to the next for a microbatch."""
+        return crossing_bytes(self.plan)
 
     @cached_property
     def exchange_s(self) -> float:

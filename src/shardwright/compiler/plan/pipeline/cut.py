@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 from shardwright.compiler.plan.pricing.schedule import Floats
 
 _EARLIER = 0.999  # of the time: a border is moved for no less
+_AT_ONCE = 256  # places where a stage may end that are looked at together
 
 
 class Limit(NamedTuple):
@@ -62,20 +62,20 @@ def cut(
     border[0] = 0.0
     first = _first(limits, count, len(costs))
 
-    def takes(end: int) -> Floats:
-        """Return the seconds of a stage that ends there, by where it begins."""
-        costs: Floats = before[end] - before[:end]
-        longest: Floats = np.maximum(costs, np.maximum(border[:end], border[end]))
-        return longest if overlapped else costs + (border[:end] + float(border[end])) / 2
+    def takes(starts: NDArray[np.int64], ends: NDArray[np.int64]) -> Floats:
+        """Return the seconds of the stages that end there, a row for each end, by where they begin."""
+        costs: Floats = before[ends, None] - before[starts]
+        here, there = border[starts], border[ends, None]
+        return np.maximum(costs, np.maximum(here, there)) if overlapped else costs + (here + there) / 2
 
     some = _even(before, count)
     if some is not None and _keep(some[None], len(costs), limits).all():  # no stage of the best takes longer
-        most = max(float(takes(b)[a]) for a, b in pairwise([*some.tolist(), len(costs)])) * (1 + 1e-9)
+        most = float(takes(some, np.append(some[1:], len(costs))).diagonal().max()) * (1 + 1e-9)
         first = np.maximum(first, _first([[Limit(costs, most)]] * count, count, len(costs)))
     slowest, _ = _best(takes, border, first, np.maximum, math.inf)
-    if slowest[-1] == math.inf:
+    if slowest == math.inf:
         return None
-    most = float(slowest[-1]) * (1 + 1e-9)
+    most = slowest * (1 + 1e-9)
     first = np.maximum(first, _first([[Limit(costs, most)]] * count, count, len(costs)))
     _, choices = _best(takes, border, first, np.add, most)
     starts, end = [], len(costs)
@@ -135,13 +135,13 @@ def _keep(starts: NDArray[np.int64], end: int, limits: Sequence[Sequence[Limit]]
 
 
 def _best(
-    takes: Callable[[int], Floats],
+    takes: Callable[[NDArray[np.int64], NDArray[np.int64]], Floats],
     border: Floats,
     first: NDArray[np.int64],
     join: np.ufunc,
     limit: float,
-) -> tuple[Floats, NDArray[np.int64]]:
-    """Return the least for the first operators in some stages, and where the last of these stages begins.
+) -> tuple[float, NDArray[np.int64]]:
+    """Return the least for all operators in all stages, and where each stage begins, by where it ends.
 
     With `numpy.maximum` that is the time of the slowest stage, with `numpy.add` what crosses, over cuts in which no
     stage takes more than ``limit``.
@@ -149,20 +149,41 @@ def _best(
     Args:
         first: for each stage and where it ends, the first operator that it may begin with.
     """
-    count, n = first.shape
-    best = np.full((count + 1, n), math.inf)
-    best[0, 0] = 0.0
+    (count, n), (low, high) = first.shape, _reach(first)
+    best = np.full(n, math.inf)
+    best[0] = 0.0
     choices = np.zeros((count, n), dtype=np.int64)
-    for end in range(1, n):
-        costs = takes(end) if join is np.maximum else np.where(takes(end) <= limit, border[:end], math.inf)
-        start = int(first[:, end].min())
-        found = join(best[:-1, start:end], costs[start:])
-        for stage in np.flatnonzero(first[:, end] > start).tolist():
-            found[stage, : first[stage, end] - start] = math.inf
-        chosen = found.argmin(axis=1) if start < end else np.zeros(count, dtype=np.int64)
-        choices[:, end] = start + chosen
-        best[1:, end] = found[np.arange(count), chosen] if start < end else math.inf
-    return best[-1], choices
+    for stage in range(count):
+        before, best = best, np.full(n, math.inf)
+        for at in range(low[stage + 1], high[stage + 1] + 1, _AT_ONCE):
+            ends = np.arange(at, min(at + _AT_ONCE, high[stage + 1] + 1))
+            starts = np.arange(max(low[stage], first[stage, at]), min(high[stage] + 1, ends[-1]))
+            if not len(starts):
+                continue
+            took = takes(starts, ends)
+            found = join(
+                before[starts], took if join is np.maximum else np.where(took <= limit, border[starts], math.inf)
+            )
+            found[(starts < first[stage, ends, None]) | (starts >= ends[:, None])] = math.inf
+            chosen = found.argmin(axis=1)
+            best[ends], choices[stage, ends] = found[np.arange(len(ends)), chosen], starts[chosen]
+    return float(best[-1]), choices
+
+
+def _reach(first: NDArray[np.int64]) -> tuple[list[int], list[int]]:
+    """Return the first and the last operator that each stage can begin with, and at last where all end.
+
+    No limit lets a stage end so late that it begins behind the last of these, nor begin so early that those behind it
+    do not reach the end.
+    """
+    count, n = first.shape
+    low, high = [n - 1], [0]
+    for stage in reversed(range(count)):
+        low.append(min(max(stage, int(first[stage, low[-1]])), n - 1))
+    for stage in range(count):
+        furthest = int(np.searchsorted(first[stage], high[-1], side="right")) - 1
+        high.append(min(furthest, n - count + stage))
+    return low[::-1], high
 
 
 def _first(limits: Sequence[Sequence[Limit]], count: int, end: int) -> NDArray[np.int64]:

@@ -112,8 +112,8 @@ class StagedPrices(Prices):
         cut = self.of_stages.cut
         among = (moved.bytes for moved, groups in self._moved_by if group in groups)
         stages = [stage for stage in range(cut.total) if cut.group(stage) == group]
-        ahead = sum(sum(crossing_bytes(self.planned, stage)) for stage in stages if stage + 1 < cut.total)
-        back = sum(sum(crossing_bytes(self.planned, stage - 1)) for stage in stages if stage)
+        crossing = crossing_bytes(self.planned)  # nothing from the last stage
+        ahead, back = sum(crossing[stage] for stage in stages), sum(crossing[stage - 1] for stage in stages)
         return sum(among) + cut.microbatches * (ahead + back) + sum(self._exchanged(group))
 
     @cached_property

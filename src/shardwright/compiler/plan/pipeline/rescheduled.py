@@ -27,7 +27,7 @@ def with_other_schedules(plan: Plan, request: PlanRequest) -> Iterator[tuple[str
             asked = replace(request, mesh=plan.devices, axes=None, search_stages=False, schedule=name)
             try:
                 plans = StagedPlans(plan.graph, asked, lambda _graph, _request: inside)
-                yield name, plans.priced(plan.stages.microbatches).plan
+                yield name, plans.with_microbatches(plan.stages.microbatches).priced().plan
             except (PlanError, UsageError) as error:
                 yield name, str(error)
 

@@ -2,8 +2,8 @@
 
 For each number of stages that divides the devices the ranks of a stage are planned once, by the search that plans
 without stages, on few axes. Then microbatches are halved for as long as a step gets quicker: fewer of them wait longer,
-and each is larger. What takes no less than the best plan so far even if memory had no limit is not made to fit, and
-what no cut can bring below that is not cut.
+and each is larger. What no cut can bring below the best plan so far is not cut, and what takes no less than that even
+if memory had no limit is not made to fit.
 """
 
 from __future__ import annotations
@@ -63,12 +63,15 @@ def _tried(
     try:
         plans = StagedPlans(graph, asked, make)
         for microbatches in [request.microbatches] if request.microbatches else reversed(plans.even_microbatches):
-            least_s = math.inf if said.step_s is None else said.step_s
-            if (bound_s := plans.least_s(microbatches)) >= min(below_s, least_s):
+            to_beat_s, of = min(below_s, _told_s(said)), plans.with_microbatches(microbatches)
+            bound_s = plans.least_s(microbatches)
+            if bound_s < to_beat_s:
+                bound_s = of.least_s
+            if bound_s >= to_beat_s:
                 said = min(said, TriedStages(count, microbatches, bound_s, is_bound=True), key=_told_s)
                 continue
-            priced = plans.priced(microbatches, min(below_s, least_s))
-            if priced.step_s >= least_s:
+            priced = of.priced(to_beat_s)
+            if priced.step_s >= _told_s(said):
                 break
             fits = request.memory is None or priced.plan.memory == request.memory
             best = priced.plan if fits else None

@@ -37,6 +37,7 @@ WORTH = 1e-3
 """The saving by smaller buffers, as a share of the total, that is worth another search."""
 FAR = 3e-3
 """The distance of the bound of a part below the rest, as a share, that is worth another search."""
+NEAR = 1e-9  # what bounds may be off by rounding, as a share
 LEAST_TIMES = 2
 """So often at least, with its buffers, a small parameter is there while it is gathered."""
 
@@ -199,6 +200,7 @@ def by_buffers(
     buffers: LargestBuffers,
     price: float,
     worth: float = WORTH,
+    enough: float = math.inf,
 ) -> tuple[list[T], float]:
     """Return the choices found under limits of the largest buffer, the cheapest first, and a bound of their totals.
 
@@ -207,13 +209,15 @@ def by_buffers(
     Args:
         solve: what is chosen with more tables, a bound of what that costs with them, and what was picked by variable.
         worth: what smaller buffers could save, as a share of the total, that is worth another search.
+        enough: a bound that is worth no search for a larger one.
 
     The choices are divided by their largest buffer, those with the largest ones first. All that are left when some were
     looked at have smaller buffers, and cost no less than the last minimum did without a price for these. Once that is
     no better than what was found, or by less than is worth a search, they are left alone. Else the next minimum is
-    taken of those whose buffers are at most half as large as in the last one: what lies between the two counts with its
-    least buffer. Where that says less than it might, those of it are looked at once more whose buffers are not so large
-    that they are worse than what was found. So the bound, the least of all parts, is one for every choice.
+    taken of those whose buffers are at most half as large as in the last one, or so small that larger ones are at
+    least ``enough``: what lies between the two counts with its least buffer. Where that says less than it might, those
+    of it are looked at once more whose buffers are not so large that they are worse than what was found. So the bound,
+    the least of all parts, is one for every choice.
     """
     one, total, picked = solve(())
     largest = buffers.of(picked)
@@ -221,9 +225,10 @@ def by_buffers(
     parts: list[tuple[float, float]] = []  # the bound of each without buffers, and the least of these
     while largest > buffers.least_bytes:
         saved = min(totals) - total - price * buffers.least_bytes
-        if saved <= worth * abs(min(totals)):
+        if saved <= worth * abs(min(totals)) or total + price * buffers.least_bytes >= enough:
             break
-        limit = max(largest / 2, buffers.least_bytes)
+        enough_from = (enough - total) / price * (1 + NEAR)  # larger buffers make the total no less than enough
+        limit = max(largest / 2, buffers.least_bytes, enough_from if enough_from < largest else 0.0)
         parts.append((total, limit))
         try:
             one, total, picked = solve(buffers.within(limit))
@@ -242,7 +247,7 @@ def by_buffers(
     found.insert(0, found.pop(best))
     bound = min(totals[best], total + price * buffers.least_bytes)
     for part_total, limit in parts:
-        if part_total + price * limit < bound - FAR * abs(bound):
+        if part_total + price * limit < min(enough, bound - FAR * abs(bound)):
             part_total = _of_smaller(solve, buffers, part_total, (bound - part_total) / price)
         bound = min(bound, part_total + price * limit)
     return found, bound

@@ -142,9 +142,11 @@ class _AtPrice:
     def found(self, below: float) -> tuple[list[Choice], float, float]:
         """The choices that were found, a bound, and by how many bytes the first is above the budget."""
         built, price, weights = self._built, self._price, self._weights
-        chosen = partial(self._chosen, below - price * self._above_bytes)
+        to_beat = below - price * self._above_bytes
+        chosen = partial(self._chosen, to_beat)
         with plus(price * self._above_bytes):
-            found, total = by_buffers(chosen, LargestBuffers(()) if self._alone else built.buffers, price, self._worth)
+            buffers = LargestBuffers(()) if self._alone else built.buffers
+            found, total = by_buffers(chosen, buffers, price, self._worth, to_beat)
             picked = found[0][1]
             group, size = built.joined.largest(picked)
             if not self._alone and size > max(WORTH_BYTES * self._budget.limit_bytes, built.buffers.of(picked)):

@@ -1,0 +1,199 @@
+"""What flows through the graph of a plan with microbatches: where stages may be cut, and what may not go over them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Container
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwright.compiler.capture.ir import Capture, Node
+from shardwright.compiler.mesh.mesh import MICROBATCHES, PIPELINE, Axis, Mesh, Stages
+from shardwright.compiler.mesh.redistribute import Collective
+from shardwright.compiler.plan.decisions import Transfer
+from shardwright.compiler.plan.pipeline.costs import MicrobatchCosts
+from shardwright.compiler.plan.pipeline.cut import cut, improved
+from shardwright.compiler.plan.pipeline.fitting import Limits
+from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.plan.pricing.cost import Seconds
+from shardwright.compiler.plan.pricing.memory import local_bytes
+from shardwright.compiler.plan.pricing.schedule import Floats, schedule, seconds_of_cuts
+from shardwright.errors import PlanError
+
+_NOTICED = 0.01  # of what a stage takes: messages that may be waited for
+_MANY = 4  # microbatches to a stage: with as many, the slowest stage decides how long all take
+
+
+def operators_in_stages(capture: Capture, of_microbatch: Container[str] = ()) -> list[Node]:
+    """Return the operators that depend on the batch and on parameters, in order of execution.
+
+    Args:
+        of_microbatch: others that are split over microbatches, and so depend on the batch.
+    """
+    fed = {value.name for value in capture.of_kind("input")}
+    weighed = {value.name for value in capture.of_kind("parameter")}
+    found = []
+    for node in capture.nodes:
+        operands = set(node.operands)
+        if operands & fed or node.name in of_microbatch:
+            fed.update(node.results)
+        if operands & weighed:
+            weighed.update(node.results)
+        if set(node.results) <= fed and set(node.results) <= weighed:
+            found.append(node)
+    return found
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What flows through the graph of a plan: from the batch, and from parameters."""
+
+    plan: Plan
+
+    @property
+    def capture(self) -> Capture:
+        return self.plan.capture
+
+    @cached_property
+    def staged(self) -> list[Node]:
+        """The operators that depend on the batch and on parameters, in order of execution: each has one stage.
+
+        Cached, as all of this class: the plan is frozen.
+        """
+        of_microbatch = {name for name, strategy in self.plan.strategies.items() if MICROBATCHES in strategy.used}
+        return operators_in_stages(self.capture, of_microbatch)
+
+    def stages(self, stages: Stages, limits: Limits = ()) -> dict[str, int] | None:
+        """Return the stage of each of these operators; None where no cut keeps the limits.
+
+        Stages that wait for their messages are cut elsewhere than those whose messages go beside computing, and those
+        that wait for each other's, too, elsewhere again. The cut is taken with which the schedule ends first.
+
+        Raises:
+            PlanError: where there are fewer of them than stages.
+        """
+        nodes = self.staged
+        if len(nodes) < stages.total:
+            raise PlanError(
+                f"{len(nodes)} operators depend on the batch and on parameters, which are no {stages.total} stages; "
+                f"choose a smaller {PIPELINE}= in mesh="
+            )
+        both_s, crossing = [sum(took) for took in self._seconds], [both for _, both in self._crossing]
+        first = cut(both_s, crossing, stages.total, limits)
+        if first is None:
+            return None
+        found = [first]
+        noticed = max(crossing[start] for start in first) > _NOTICED * sum(both_s) / stages.total
+        if noticed:
+            others = [cut(both_s, crossing, stages.total, limits, overlapped=True)]
+            others.append(cut(both_s, [2 * s for s in crossing], stages.total, limits))
+            found += [other for other in others if other]
+        line_s = partial(self._line_s, stages)
+        if noticed or stages.microbatches < _MANY * stages.total:
+            found = [improved(starts, len(nodes), line_s, limits) for starts in found]
+        starts = found[int(line_s(np.array(found)).argmin())]
+        of, stage = {}, -1
+        for at, node in enumerate(nodes):
+            stage += at in starts
+            of[node.name] = stage
+        return of
+
+    def _line_s(self, stages: Stages, starts: NDArray[np.int64]) -> Floats:
+        """Return the seconds in which the microbatches go through stages that begin there, of each row."""
+        assert self.plan.hardware is not None
+        ends = np.concatenate([starts[:, 1:], np.full((len(starts), 1), len(self.staged))], axis=1)
+        forward, backward = np.moveaxis(self._until[ends] - self._until[starts], 2, 0)
+        message = np.array([there for there, _ in (*self._crossing, (0.0, 0.0))])[ends]
+        table = schedule(stages.schedule, stages.count, stages.microbatches, stages.total)
+        on_demand = not self.plan.hardware.receives_early
+        return seconds_of_cuts(table, forward.T, backward.T, message.T, on_demand=on_demand)
+
+    @cached_property
+    def _until(self) -> Floats:
+        """The seconds of the first operators, of none at first, forward and backward. Cached as all of this class."""
+        return np.concatenate([np.zeros((1, 2)), np.cumsum(self._seconds, axis=0)])
+
+    @cached_property
+    def _seconds(self) -> list[tuple[float, float]]:
+        """The seconds of these operators, forward and backward, each with the redistributions of what it reads."""
+        assert self.plan.hardware is not None
+        costs = MicrobatchCosts(self.plan, self.plan.hardware)
+        transfers: defaultdict[str, list[Transfer]] = defaultdict(list)
+        for transfer in self.plan.transfers:
+            transfers[transfer.consumers[0][0]].append(transfer)
+        parts = ([costs.operator_s(n), *map(costs.transfer_s, transfers[n.name])] for n in self.staged)
+        return [(sum(ahead for ahead, _ in part), sum(back for _, back in part)) for part in parts]
+
+    @property
+    def both_s(self) -> float:
+        """The seconds of a microbatch in all of these operators, forward and backward."""
+        return sum(map(sum, self._seconds))
+
+    @cached_property
+    def _crossing(self) -> list[tuple[float, float]]:
+        """The seconds that what is made before each operator and read behind takes, in one direction, and in both."""
+        plan, nodes = self.plan, self.staged
+        assert plan.hardware is not None
+        prices, pair = Seconds(plan.hardware, plan.optimizer), Mesh((Axis(PIPELINE, 2), *ranks_of_stage(plan)))
+        number = {node.name: at for at, node in enumerate(nodes)}
+        changes = np.zeros((len(nodes) + 1, 2))
+        for node in nodes:
+            for name in node.results:
+                last = max(
+                    (number[use.node.name] for use in plan.graph.uses[name] if use.node.name in number), default=0
+                )
+                if last > number[node.name]:
+                    size = local_bytes(self.capture.values[name], plan.layout(name), plan.mesh)
+                    message = Collective("all_gather", (PIPELINE,), 2 * size)  # in which each of two sends as much
+                    seconds = prices.collective(message, pair)
+                    both = seconds, seconds * (1 + self.capture.values[name].needs_gradient)
+                    changes[number[node.name] + 1] += both
+                    changes[last + 1] -= both
+        return [(float(there), float(both)) for there, both in np.maximum(changes[:-1].cumsum(axis=0), 0.0)]
+
+    def refuse(self) -> None:
+        """Raise `PlanError` where something else would communicate over microbatches than sums of losses and counts."""
+        stages = self.plan.stages
+        assert stages is not None
+        remedy = "type microbatches=1 (--microbatches 1), with which the whole batch goes through the stages at once"
+        if self.capture.checks:
+            raise PlanError(
+                "the model raises errors for values of its tensors, which is not there yet with stages; leave "
+                f"{PIPELINE} out of mesh="
+            )
+        if stages.microbatches == 1:
+            return
+        for node in self.capture.nodes:
+            forward, backward = self.plan.graph.collectives_inside(
+                node, self.plan.strategies[node.name], self.plan.mesh
+            )
+            if any(MICROBATCHES in collective.axes for collective in (*forward, *backward)):
+                raise PlanError(
+                    f"{node.op} in {node.scope or 'the loss function'} ({node.source}) computes over the whole batch, "
+                    f"of which a pipeline has one of {stages.microbatches} microbatches at a time; {remedy}"
+                )
+        for transfer in self.plan.transfers:
+            moved = (step for step in transfer.steps if MICROBATCHES in step.axes)
+            if step := next((step for step in moved if step.kind == "all_to_all"), None):
+                raise PlanError(f"{self._described(transfer)} needs {step}, over microbatches; {remedy}")
+        names = {node.name for node in self.staged}
+        for buffer, new in self.capture.mutations.items():
+            maker = self.plan.graph.producers.get(new)
+            if maker is not None and maker[0].name in names:
+                label = self.capture.values[buffer].label
+                raise PlanError(f"the buffer {label} is changed by what each microbatch gives; {remedy}")
+
+    def _described(self, transfer: Transfer) -> str:
+        name, index = transfer.consumers[0]
+        node = next((node for node in self.capture.nodes if node.name == name), None)
+        if node is None:
+            return f"the output {self.capture.values[transfer.value].label}"
+        return f"operand {index} of {node.op} in {node.scope or 'the loss function'} ({node.source})"
+
+
+def ranks_of_stage(plan: Plan) -> tuple[Axis, ...]:
+    """Return the axes of the ranks of a stage."""
+    return tuple(axis for axis in plan.mesh.axes if axis.name != MICROBATCHES)
