@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -20,7 +20,7 @@ from shardwright.compiler.plan.pipeline.fitting import Limits
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.cost import Seconds
 from shardwright.compiler.plan.pricing.memory import local_bytes
-from shardwright.compiler.plan.pricing.schedule import Floats, schedule, seconds_of_cuts
+from shardwright.compiler.plan.pricing.schedule import Floats, Turn, schedule, seconds_of_cuts, turns
 from shardwright.errors import PlanError
 
 _NOTICED = 0.01  # of what a stage takes: messages that may be waited for
@@ -91,7 +91,8 @@ class Flow:
             others = [cut(both_s, crossing, stages.total, limits, overlapped=True)]
             others.append(cut(both_s, [2 * s for s in crossing], stages.total, limits))
             found += [other for other in others if other]
-        line_s = partial(self._line_s, stages)
+        table = schedule(stages.schedule, stages.count, stages.microbatches, stages.total)
+        line_s = partial(self._line_s, turns(table, stages.total))
         if noticed or stages.microbatches < _MANY * stages.total:
             found = [improved(starts, len(nodes), line_s, limits) for starts in found]
         starts = found[int(line_s(np.array(found)).argmin())]
@@ -101,15 +102,14 @@ class Flow:
             of[node.name] = stage
         return of
 
-    def _line_s(self, stages: Stages, starts: NDArray[np.int64]) -> Floats:
-        """Return the seconds in which the microbatches go through stages that begin there, of each row."""
+    def _line_s(self, order: Sequence[Turn], starts: NDArray[np.int64]) -> Floats:
+        """Return the seconds in which the microbatches go in an order through stages that begin there, of each row."""
         assert self.plan.hardware is not None
         ends = np.concatenate([starts[:, 1:], np.full((len(starts), 1), len(self.staged))], axis=1)
         forward, backward = np.moveaxis(self._until[ends] - self._until[starts], 2, 0)
         message = np.array([there for there, _ in (*self._crossing, (0.0, 0.0))])[ends]
-        table = schedule(stages.schedule, stages.count, stages.microbatches, stages.total)
         on_demand = not self.plan.hardware.receives_early
-        return seconds_of_cuts(table, forward.T, backward.T, message.T, on_demand=on_demand)
+        return seconds_of_cuts(order, forward.T, backward.T, message.T, on_demand=on_demand)
 
     @cached_property
     def _until(self) -> Floats:

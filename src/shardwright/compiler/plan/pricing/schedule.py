@@ -209,50 +209,56 @@ def simulate(table: Table, stages: Sequence[StageSeconds]) -> Run:
     Raises:
         AssertionError: where groups wait for each other forever, or take messages in another order than they come.
     """
-    turns = _turns(table, len(stages))
+    order = turns(table, len(stages))
     took = {kind: [stage.of(kind) for stage in stages] for kind in ("forward", "backward", "weights")}
     on_demand = [stage.on_demand for stage in stages]
-    ends = _ends(turns, took, [stage.message for stage in stages], on_demand, max, 0.0)
+    ends = _ends(order, took, [stage.message for stage in stages], on_demand, max, 0.0)
     busy = tuple(sum(stages[each.stage].of(each.kind) for each in row) for row in table)
     held = tuple(most_held(row).total() for row in table)
-    return Run({turn.action: end for turn, end in zip(turns, ends, strict=True)}, held, busy)
+    return Run({turn.action: end for turn, end in zip(order, ends, strict=True)}, held, busy)
 
 
 def seconds_of_cuts(
-    table: Table, forward: Floats, backward: Floats, message: Floats, *, on_demand: bool = False
+    order: Sequence[Turn], forward: Floats, backward: Floats, message: Floats, *, on_demand: bool = False
 ) -> Floats:
     """Return what `Run.seconds` says of each of several cuts into stages, which are gone through at once.
 
     >>> two, none = np.array([[1.0, 2.0], [1.0, 1.0]]), np.zeros((2, 2))
-    >>> seconds_of_cuts(schedule("gpipe", 2, 3), two, none, none)
+    >>> seconds_of_cuts(turns(schedule("gpipe", 2, 3), 2), two, none, none)
     array([4., 7.])
 
     Args:
+        order: the actions of the schedule, as `turns` returns them.
         forward: seconds of each stage for a microbatch, a row for each stage and a column for each cut.
         backward: as many, gradients of weights with it.
         message: seconds to the next stage, and back.
         on_demand: whether messages are, as `StageSeconds` says.
     """
     took = {"forward": [*forward], "backward": [*backward], "weights": [*np.zeros_like(backward)]}
-    turns, of_stages = _turns(table, len(forward)), [on_demand] * len(forward)
-    return reduce(np.maximum, _ends(turns, took, [*message], of_stages, np.maximum, np.zeros(forward.shape[1])))
+    of_stages = [on_demand] * len(forward)
+    return reduce(np.maximum, _ends(order, took, [*message], of_stages, np.maximum, np.zeros(forward.shape[1])))
 
 
-class _Turn(NamedTuple):
-    """An action, the group that does it, and whose message it takes: as a place in the order; None for no message."""
+class Turn(NamedTuple):
+    """An action, the group that does it, and its messages.
+
+    That which it ``takes`` is named by the place in the order of who sends it, that which it ``sends`` by a stage: the
+    message to the next one, and back. Each may be none.
+    """
 
     action: Action
     group: int
     takes: int | None
+    sends: int | None
 
 
-def _turns(table: Table, count: int) -> list[_Turn]:
+def turns(table: Table, count: int) -> list[Turn]:
     """Return all actions in an order in which what each reads is there before it.
 
     Raises:
         AssertionError: where groups wait for each other forever, or take messages in another order than they come.
     """
-    found: list[_Turn] = []
+    found: list[Turn] = []
     places: dict[Action, int] = {}
     comes: dict[Action, int] = {}  # by who takes a message, who has sent it
     at = [0] * len(table)
@@ -272,7 +278,9 @@ def _turns(table: Table, count: int) -> list[_Turn]:
                     to.append(reader)
                     comes[reader] = len(found)
                 places[action] = len(found)
-                found.append(_Turn(action, group, comes[action] if reads else None))
+                found.append(
+                    Turn(action, group, comes[action] if reads else None, _message(reader) if reader else None)
+                )
                 at[group] += 1
         if len(found) == before:
             break
@@ -283,7 +291,7 @@ def _turns(table: Table, count: int) -> list[_Turn]:
 
 
 def _ends(
-    turns: Sequence[_Turn],
+    order: Sequence[Turn],
     took: Mapping[str, Sequence[Time]],
     messages: Sequence[Time],
     on_demand: Sequence[bool],
@@ -299,17 +307,17 @@ def _ends(
     free = defaultdict[int, Time](lambda: start)  # when a group has done what it did so far
     links = defaultdict[tuple[int, str], Time](lambda: start)  # when its last message in a direction has gone
     arrives: dict[int, Time] = {}  # messages under way, by who has sent them; when they were sent, if on demand
-    for place, (action, group, takes) in enumerate(turns):
+    for place, (action, group, takes, sends) in enumerate(order):
         begins = free[group]
         if takes is not None:
             message = _message(action)
             begins = larger(begins, arrives.pop(takes))
             begins = begins + messages[message] if on_demand[message] else begins
         free[group] = begins + took[action.kind][action.stage]
-        if reader := _reader(action, len(messages)):
-            message, link = _message(reader), (group, action.kind)
-            links[link] = larger(free[group], links[link]) + messages[message]
-            arrives[place] = free[group] if on_demand[message] else links[link]
+        if sends is not None:
+            link = group, action.kind
+            links[link] = larger(free[group], links[link]) + messages[sends]
+            arrives[place] = free[group] if on_demand[sends] else links[link]
         yield free[group]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwright.compiler.capture.facts import flops
@@ -96,12 +96,16 @@ def data_parallel(
         layouts.setdefault(value.name, Layout.replicated(len(value.shape)))
     chosen_leaves = dict(layouts)
     strategies: dict[str, Strategy] = {}
+    known: dict[Hashable, Strategy] = {}  # Cached by an operator's rule and tensors, and the layouts that these have
     for node in capture.nodes:
         rule = graph.rules[node.name]
-        options = [*dict.fromkeys(_following(node, rule, layouts))]
-        if len(options) > 1:
-            options.sort(key=lambda s: _forward_bytes(graph, node, s, layouts, mesh))
-        strategy = strategies[node.name] = options[0]
+        key = graph.alike[node.name], *(layouts[name] for name in node.operands)
+        if key not in known:
+            options = [*dict.fromkeys(_following(node, rule, layouts))]
+            if len(options) > 1:
+                options.sort(key=lambda s: _forward_bytes(graph, node, s, layouts, mesh))
+            known[key] = options[0]
+        strategy = strategies[node.name] = known[key]
         if whole_lookups and strategy.used and _looks_up_little(graph, node):
             strategies[node.name] = rule.replicated()  # what follows is split as if it were, and takes its part of all
         for i, name in enumerate(node.results):
