@@ -90,9 +90,10 @@ class _Queued:
 
 @dataclass(frozen=True)
 class StepCalls:
-    """The collectives that a step has begun: how many, and the last of them with what each was for."""
+    """The collectives that a step has begun, in a pipeline stage: how many, and the last with what each was for."""
 
     step: int
+    stage: int
     count: int
     operations: Sequence[tuple[bytes, bytes]]
 
@@ -116,7 +117,7 @@ class Pulse:
 
     __slots__ = (
         "_beats", "_calls", "_collectives", "_entered_s", "_inside", "_mark", "_memory", "_numbered", "_queue", "_site",
-        "_spoiled", "_steps", "_told_calls", "around", "calls", "steps", "watched",
+        "_spoiled", "_stage", "_steps", "_told_calls", "around", "calls", "steps", "watched",
     )  # fmt: skip
 
     def __init__(self, memory: bytearray | mmap.mmap, watched: bool, steps: Steps) -> None:
@@ -132,9 +133,9 @@ class Pulse:
         self._queue: deque[_Queued] = deque()
         self._site = NOWHERE
         self._calls: deque[tuple[bytes, bytes]] = deque(maxlen=_MOST_CALLS)
-        self._told_calls, self._spoiled = self._collectives, False
+        self._told_calls, self._spoiled, self._stage = self._collectives, False, 0
         self.calls: StepCalls | None = None
-        """The collectives of the last completed step; None if it ended with an error here, or there is none."""
+        """The collectives of the last completed step; None if there is none, or other ranks may have begun others."""
 
     def beat(self) -> None:
         """Note a sign of life."""
@@ -161,7 +162,8 @@ class Pulse:
     def _end_calls(self) -> None:
         """Keep which collectives the step has begun that is over."""
         count, self._told_calls = self._collectives - self._told_calls, self._collectives
-        self.calls = None if self._spoiled or not self._steps else StepCalls(self._steps, count, self._calls)
+        known = self._steps and not self._spoiled
+        self.calls = StepCalls(self._steps, self._stage, count, self._calls) if known else None
         self._calls, self._spoiled = deque(maxlen=_MOST_CALLS), False
         if self.watched:
             before = _CALLS.unpack_from(self._memory, _CALLS_AT)[:3]
@@ -174,8 +176,16 @@ class Pulse:
         self.beat()
 
     def set_stage(self, stage: int) -> None:
-        """Set which pipeline stage this rank works on."""
-        _STAGE.pack_into(self._memory, _STAGE_AT, stage)
+        """Set in which pipeline stage of a model this rank is, at the beginning of its calls.
+
+        The ranks of a stage begin the same collectives. With models of unlike stages those of one step need not be the
+        same, nor are those of the steps before told any more.
+        """
+        if stage != self._stage:
+            self._spoiled |= self._collectives > self._told_calls
+            self._stage = stage
+            _STAGE.pack_into(self._memory, _STAGE_AT, stage)
+            _CALLS.pack_into(self._memory, _CALLS_AT, *[0] * 6)
 
     def at(self, site: bytes) -> None:
         """Set for what the next collectives are; as `site` makes it."""

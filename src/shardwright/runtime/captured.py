@@ -136,9 +136,8 @@ class Parallel(ParallelModel):
             failed=self._failed_in_step,
         )
         together = self.plan.mode != "single"
-        stages = [self.plan.devices.coordinates(r).get(PIPELINE, 0) for r in range(self.plan.devices.size)]
-        self._pulse.set_stage(stages[world.rank] if together else 0)
-        self._same_calls = SameCalls(lockstep, self._pulse, self._turns, together=together, stages=stages)
+        self._stage = self.plan.devices.coordinates(world.rank).get(PIPELINE, 0) if together else 0
+        self._same_calls = SameCalls(lockstep, self._pulse, self._turns, together=together)
         self._checks: list[StepCheck] = [Structure(model), *([LostChanges()] if self._split else [])]
         """Before anything is known of a step. In the calls of ``_turns``, ``_same_batch`` compares whole batches that
         all ranks pass, and once all have come to one program ``_same_calls`` and ``_replicas`` compare. After a step
@@ -192,6 +191,7 @@ class Parallel(ParallelModel):
         for check in self._checks:
             check.before()
         self._turns.next()
+        self._pulse.set_stage(self._stage)
 
         look, device = look_at(batch), self.world.device
         found = look.tensors if look else tensors_of(batch)

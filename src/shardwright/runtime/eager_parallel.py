@@ -121,6 +121,7 @@ class EagerParallel(ParallelModel):
             self._pulse.begin_step()
         else:
             self._pulse.beat()
+        self._pulse.set_stage(0)
         self._refuse_changes()
         self._turns.next()
         tensors = tensors_of(batch)

@@ -63,10 +63,40 @@ def test_a_backward_that_one_rank_leaves_out_is_named_in_the_next_call_that_comp
         assert said[3] == ""
 
 
+def losses_of_models_in_turns(*meshes):
+    """The losses of three steps of a model on each mesh, in turns, evaluated after each of them."""
+    sw.init("gloo")
+    batch = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    found, parallels = [], []
+    for mesh in meshes:
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+        microbatches = 2 if "pp" in mesh else None
+        parallels.append(
+            sw.parallelize(layers, mean_square, batch.double(), mesh=mesh, microbatches=microbatches, batch="global")
+        )
+    for _ in range(3):
+        for parallel in parallels:
+            loss = parallel(batch.double())
+            loss.backward()
+            found.append(loss.item())
+        for parallel in parallels:
+            with torch.no_grad():
+                found.append(parallel.eval()(batch.double()).item())
+            parallel.train()
+    return found
+
+
+def test_models_with_other_stages_may_take_turns():
+    """Ranks of one stage of one model are in several stages of another, and begin other collectives there."""
+    for losses in run_ranks(3, losses_of_models_in_turns, "pp=3", "dp=3"):
+        assert losses == pytest.approx([losses[0]] * 12, rel=1e-12)
+
+
 def test_the_first_collective_that_differs_is_named():
     def of(*operations, count=None):
         told = [(operation.encode(), site(f"layer {i}", 1)) for i, operation in enumerate(operations)]
-        return StepCalls(7, count or len(operations), told)
+        return StepCalls(7, 0, count or len(operations), told)
 
     assert "differ are all_gather for layer 1 on rank 0 and all_reduce for layer 1 on rank 2;" in _refusal(
         0, 2, [of("all_gather", "all_gather"), None, of("all_gather", "all_reduce")]

@@ -6,8 +6,6 @@ GPU has been asked: what one rank leaves out pairs with what another calls next,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 
@@ -19,29 +17,19 @@ from shardwright.distributed.lockstep import Lockstep, Turns
 from shardwright.distributed.ranks import alone
 from shardwright.errors import UsageError
 
-_UNKNOWN = (-1, -1)  # of a step that ended with an error on a rank
+_UNKNOWN = (-1, -1, -1)  # of a step that ended with an error on a rank
 
 
 class SameCalls:
     """Compares which collectives ranks have begun in the step before this one, of all models of the process.
 
-    Costs nothing in most calls; in those of `Turns` a collective of 16 bytes in the memory of the host.
-
-    Args:
-        stages: the pipeline stage of each rank, where there are some: those of one stage begin the same.
+    Those that were in the same pipeline stage then have begun the same. Costs nothing in most calls; in those of
+    `Turns` a collective of 24 bytes in the memory of the host.
     """
 
-    def __init__(
-        self,
-        lockstep: Lockstep,
-        pulse: Pulse,
-        turns: Turns,
-        *,
-        together: bool,
-        stages: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, lockstep: Lockstep, pulse: Pulse, turns: Turns, *, together: bool) -> None:
         self._lockstep, self._pulse, self._turns = lockstep, pulse, turns
-        self._compares, self._stages = together and not alone(), stages
+        self._compares = together and not alone()
 
     def before(self) -> None:
         """Compare, where that is due; all ranks call it together.
@@ -52,14 +40,14 @@ class SameCalls:
         if not self._compares or not self._turns.due:
             return
         calls = self._pulse.calls
-        mine = torch.tensor(_UNKNOWN if calls is None else (calls.count, calls.checksum), device="cpu")
-        everyone = mine.new_empty(2 * dist.get_world_size())
+        mine = torch.tensor(_UNKNOWN if calls is None else (calls.stage, calls.count, calls.checksum), device="cpu")
+        everyone = mine.new_empty(3 * dist.get_world_size())
         self._lockstep.run(all_gather_single, everyone, mine, group=control_group())
-        told = [tuple(each) for each in everyone.view(-1, 2).tolist()]
+        told = [tuple(each) for each in everyone.view(-1, 3).tolist()]
         first: dict[int, int] = {}  # of each stage, the first rank whose calls are known
         for rank, each in enumerate(told):
             if each != _UNKNOWN:
-                one = first.setdefault(self._stages[rank] if self._stages else 0, rank)
+                one = first.setdefault(each[0], rank)
                 if each != told[one]:
                     raise UsageError(_refusal(one, rank, from_all_ranks(calls)))
 
