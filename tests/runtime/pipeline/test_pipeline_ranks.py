@@ -94,6 +94,33 @@ def test_two_stages_train_as_one_device_does(tmp_path):
     assert "scheduled.send(" in next((tmp_path / "stages" / "graphs" / "rank_0").glob("*execute*")).read_text()
 
 
+def predictions_of_few_layers(layers, how):
+    """What a model with hardly any operators predicts, by its stages and without."""
+    sw.init("gloo")
+    torch.manual_seed(0)
+    batch = torch.randn(8, 4).double(), torch.randint(0, 4, (8,))
+    layers = [each for _ in range(layers) for each in (nn.Linear(4, 4), nn.Tanh())][:-1]
+    model = nn.Sequential(*layers).double()
+    alone = model(batch[0]).detach()
+    parallel = sw.parallelize(model, classes, batch, batch="global", predict_fn=outputs, **how)
+    parallel(batch).backward()
+    return alone, parallel.predict(batch, gather=True)
+
+
+def classes(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize(
+    ("layers", "how"),
+    [(1, {"mesh": "pp=2", "microbatches": 4}), (2, {"mesh": "pp=2", "microbatches": 2, "schedule": "interleaved"})],
+)
+def test_stages_predict_with_fewer_operators_than_there_are_stages(layers, how):
+    """The loss has operators, too: what predicts is then where its parameters are, and other stages pass it on."""
+    for alone, predicted in run_ranks(2, predictions_of_few_layers, layers, how):
+        torch.testing.assert_close(predicted, alone, atol=1e-12, rtol=0)
+
+
 @pytest.mark.slow
 def test_what_two_stages_have_saved_goes_on_as_three_and_as_none(tmp_path):
     [(losses, predicted, state, _)] = run_ranks(1, train, tmp_path / "alone", 0, 2 * STEPS)

@@ -77,9 +77,11 @@ class Flow:
         """
         nodes = self.staged
         if len(nodes) < stages.total:
+            depend = "1 operator depends" if len(nodes) == 1 else f"{len(nodes)} operators depend"
+            each = f", {stages.each} for each group of ranks, as {stages.schedule} has" if stages.each > 1 else ""
             raise PlanError(
-                f"{len(nodes)} operators depend on the batch and on parameters, which are no {stages.total} stages; "
-                f"choose a smaller {PIPELINE}= in mesh="
+                f"{depend} on the batch and on parameters, which are no {stages.total} stages{each}; choose a smaller "
+                f"{PIPELINE}= in mesh={', or schedule=1f1b' if each else ''}"
             )
         both_s, crossing = [sum(took) for took in self._seconds], [both for _, both in self._crossing]
         first = cut(both_s, crossing, stages.total, limits)

@@ -202,9 +202,13 @@ class MicrobatchPlans:
     def _recut(self, flow: Flow, plan: Plan, limits: Limits) -> Plan | None:
         """Return the plan with the best cut that keeps limits, and has stored parameters where they are."""
         assert plan.stages is not None
-        stored = _as_stored(plan, self._request.storage, plan.stages)
-        together = [[*one, *two] for one, two in zip_longest(limits, stored, fillvalue=())]
-        of = flow.stages(plan.stages, together)
+        storage = self._request.storage
+        if storage and len(flow.staged) < plan.stages.total:
+            of: dict[str, int] | None = _where_stored(plan, storage)
+        else:
+            stored = _as_stored(plan, storage, plan.stages)
+            together = [[*one, *two] for one, two in zip_longest(limits, stored, fillvalue=())]
+            of = flow.stages(plan.stages, together)
         return None if of is None else _in_turns(plan.in_stages(replace(plan.stages, of=of)), self._request)
 
     def _fitting(self, flow: Flow, free: Sequence[StagedCosts], limit: int) -> StagedCosts:
@@ -272,6 +276,22 @@ def _as_stored(plan: Plan, storage: Mapping[str, Layout], stages: Stages) -> lis
     read = parameters_read(plan)
     at = [{holders[each] for each in read[name] if each in holders} for name in stages.of]
     return [[Limit([float(bool(of - {stages.group(s)})) for of in at], 0.5)] for s in range(stages.total)]
+
+
+def _where_stored(plan: Plan, storage: Mapping[str, Layout]) -> dict[str, int]:
+    """Return the stage of each of few operators: the next that holds its parameters, or that of the one before.
+
+    Of a later plan, as one to predict: other stages than these have no operators, and pass on what comes.
+    """
+    stages, read = plan.stages, parameters_read(plan)
+    assert stages is not None
+    holders = {name: layout.held[1] for name, layout in storage.items() if layout.held is not None}
+    of, stage = {}, 0
+    for name in stages.of:
+        groups = {holders[each] for each in read[name] if each in holders}
+        behind = range(stage, stages.total)
+        stage = of[name] = next((each for each in behind if {stages.group(each)} == groups), stage)
+    return of
 
 
 def _without(mesh: Mesh, *names: str) -> Mesh:
