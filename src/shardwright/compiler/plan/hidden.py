@@ -116,7 +116,7 @@ class HidingMeshes(Meshes):
     def look_at(self, on_meshes: Sequence[MeshSearch]) -> None:
         """Search these meshes for plans whose steps take less, and all that there are for larger bounds."""
         for on_mesh in on_meshes:
-            if (other := self._promising_nothing(on_mesh.mesh)) is None:
+            if (other := self._passed_over_like(on_mesh.mesh)) is None:
                 self._look_at(on_mesh, self._start)
             else:
                 said = f"not searched: its axes have the links of {other}, which promises hardly more than fewer axes"
@@ -128,7 +128,7 @@ class HidingMeshes(Meshes):
             self._start = self._on[self._spaces.best].best
             self._objective = self._plain.hiding(self._start)
 
-    def _promising_nothing(self, mesh: Mesh) -> Mesh | None:
+    def _passed_over_like(self, mesh: Mesh) -> Mesh | None:
         """Return a mesh with as many axes, which split as many ranks over the same links, if it was passed over."""
         ranks = self._ranks_by_link(mesh)
         return next(

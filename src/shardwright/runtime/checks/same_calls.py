@@ -17,7 +17,7 @@ from shardwright.distributed.lockstep import Lockstep, Turns
 from shardwright.distributed.ranks import alone
 from shardwright.errors import UsageError
 
-_UNKNOWN = (-1, -1, -1)  # of a step that ended with an error on a rank
+_UNKNOWN = (-1, -1, -1)  # of a step with an error, or with models of other stages
 
 
 class SameCalls:

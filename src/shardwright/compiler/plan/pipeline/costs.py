@@ -60,6 +60,19 @@ class MicrobatchCosts:
         again_s = forward_s if node.name in plan.computed_again else 0.0
         return forward_s, self._costs.backward_s(node) + sum(map(self._collective_s, back)) + again_s
 
+    def with_transfers_s(self, node: Node) -> tuple[float, float]:
+        """Return what an operator takes, with the redistributions of what it is the first to read."""
+        took = [self.operator_s(node), *map(self.transfer_s, self._read_by[node.name])]
+        return sum(forward for forward, _ in took), sum(backward for _, backward in took)
+
+    @cached_property
+    def _read_by(self) -> Mapping[str, list[Transfer]]:
+        """The redistributions by the operator that reads them first. Cached: the plan is frozen."""
+        found = defaultdict[str, list[Transfer]](list)
+        for transfer in self._plan.transfers:
+            found[transfer.consumers[0][0]].append(transfer)
+        return found
+
     def transfer_s(self, transfer: Transfer) -> tuple[float, float]:
         """Return what a redistribution within a stage takes, without what is done once in a step."""
         value = replace(self._plan.capture.values[transfer.value], needs_gradient=transfer.gradient)
@@ -128,9 +141,8 @@ class StagedCosts:
 
     def _stage(self, stage: int) -> StageCost:
         nodes = self._of_stages[stage]
-        took = [self._of_microbatch.operator_s(node) for node in nodes]
+        took = [self._of_microbatch.with_transfers_s(node) for node in nodes]
         weights_s = sum(SHARE * self._costs.backward_s(node) for node in nodes if node.name in self._split)
-        took += map(self._of_microbatch.transfer_s, (each for node in nodes for each in self._read_by[node.name]))
         forward_s, backward_s = (sum(seconds) for seconds in zip(*took, strict=True)) if took else (0.0, 0.0)
         modules = tuple(dict.fromkeys(node.scope for node in nodes))
         return StageCost(modules, len(nodes), forward_s, backward_s, self._message_s(stage), weights_s)
@@ -142,14 +154,6 @@ class StagedCosts:
         for node in self.plan.capture.nodes:
             if node.name in self.cut.of:
                 found[self.cut.of[node.name]].append(node)
-        return found
-
-    @cached_property
-    def _read_by(self) -> Mapping[str, list[Transfer]]:
-        """The redistributions for each operator, by its name; of several that need one the first."""
-        found = defaultdict[str, list[Transfer]](list)
-        for transfer in self.plan.transfers:
-            found[transfer.consumers[0][0]].append(transfer)
         return found
 
     @cached_property

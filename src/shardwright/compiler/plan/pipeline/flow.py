@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -122,12 +121,7 @@ class Flow:
     def _seconds(self) -> list[tuple[float, float]]:
         """The seconds of these operators, forward and backward, each with the redistributions of what it reads."""
         assert self.plan.hardware is not None
-        costs = MicrobatchCosts(self.plan, self.plan.hardware)
-        transfers: defaultdict[str, list[Transfer]] = defaultdict(list)
-        for transfer in self.plan.transfers:
-            transfers[transfer.consumers[0][0]].append(transfer)
-        parts = ([costs.operator_s(n), *map(costs.transfer_s, transfers[n.name])] for n in self.staged)
-        return [(sum(ahead for ahead, _ in part), sum(back for _, back in part)) for part in parts]
+        return [*map(MicrobatchCosts(self.plan, self.plan.hardware).with_transfers_s, self.staged)]
 
     @property
     def both_s(self) -> float:
