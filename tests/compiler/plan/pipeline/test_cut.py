@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.compiler.plan.pipeline.cut import Limit, cut
+from shardwright.compiler.plan.pipeline.cut import Limit, cut, slowest
 
 SECONDS = st.integers(0, 20).map(float)
 
@@ -30,6 +30,7 @@ def test_no_cut_has_a_quicker_slowest_stage_or_crosses_less(data, count, operato
         found = taken(costs, crossing, cut(costs, crossing, count, overlapped=overlapped), join)
         every = (taken(costs, crossing, [0, *starts], join) for starts in combinations(range(1, operators), count - 1))
         assert found == pytest.approx(min(every))
+        assert overlapped or slowest(costs, crossing, count) == pytest.approx(found[0])
 
 
 @given(st.data(), st.integers(1, 4), st.integers(4, 9))

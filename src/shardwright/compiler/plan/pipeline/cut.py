@@ -15,16 +15,20 @@ _EARLIER = 0.999  # of the time: a border is moved for no less
 _AT_ONCE = 256  # places where a stage may end that are looked at together
 
 
+Takes = Callable[[NDArray[np.int64], NDArray[np.int64]], Floats]
+"""Returns the seconds of the stages that end at some operators, a row for each, by where they begin."""
+
+
 class Limit(NamedTuple):
     """A sum over the operators of a stage, of one number for each, that may be at most so much, as its bytes may."""
 
-    weights: Sequence[float]
+    weights: Sequence[float] | Floats
     most: float
 
 
 def cut(
-    costs: Sequence[float],
-    crossing: Sequence[float],
+    costs: Sequence[float] | Floats,
+    crossing: Sequence[float] | Floats,
     count: int,
     limits: Sequence[Sequence[Limit]] = (),
     overlapped: bool = False,
@@ -55,6 +59,43 @@ def cut(
     Raises:
         ValueError: where there are fewer operators than stages.
     """
+    takes, border, first = _stages(costs, crossing, count, limits, overlapped)
+    least, _ = _best(takes, border, first, np.maximum, math.inf)
+    if least == math.inf:
+        return None
+    most = least * (1 + 1e-9)
+    first = np.maximum(first, _first([[Limit(costs, most)]] * count, count, len(costs)))
+    _, choices = _best(takes, border, first, np.add, most)
+    starts, end = [], len(costs)
+    for choice in reversed(choices):
+        end = int(choice[end])
+        starts.append(end)
+    return starts[::-1]
+
+
+def slowest(costs: Sequence[float] | Floats, crossing: Sequence[float] | Floats, count: int) -> float:
+    """Return what the slowest stage takes in the cut that `cut` returns.
+
+    >>> slowest([1, 1, 1, 3], [0, 0, 0, 0], 2), slowest([1, 1, 1, 3], [0, 0, 0, 4], 2)
+    (3.0, 4.0)
+
+    Raises:
+        ValueError: where there are fewer operators than stages.
+    """
+    return _best(*_stages(costs, crossing, count), np.maximum, math.inf)[0]
+
+
+def _stages(
+    costs: Sequence[float] | Floats,
+    crossing: Sequence[float] | Floats,
+    count: int,
+    limits: Sequence[Sequence[Limit]] = (),
+    overlapped: bool = False,
+) -> tuple[Takes, Floats, NDArray[np.int64]]:
+    """Return what stages take, what crosses where they begin, and the first operator of each, by where it ends.
+
+    The last leaves out what limits do, and stages that take longer than those of a cut that is easily found.
+    """
     if len(costs) < count:
         raise ValueError(f"{len(costs)} operators are no {count} stages")
     before: Floats = np.concatenate([[0.0], np.cumsum(costs)])
@@ -63,26 +104,15 @@ def cut(
     first = _first(limits, count, len(costs))
 
     def takes(starts: NDArray[np.int64], ends: NDArray[np.int64]) -> Floats:
-        """Return the seconds of the stages that end there, a row for each end, by where they begin."""
         costs: Floats = before[ends, None] - before[starts]
         here, there = border[starts], border[ends, None]
         return np.maximum(costs, np.maximum(here, there)) if overlapped else costs + (here + there) / 2
 
     some = _even(before, count)
-    if some is not None and _keep(some[None], len(costs), limits).all():  # no stage of the best takes longer
+    if some is not None and _keep(some[None], len(costs), limits).all():
         most = float(takes(some, np.append(some[1:], len(costs))).diagonal().max()) * (1 + 1e-9)
         first = np.maximum(first, _first([[Limit(costs, most)]] * count, count, len(costs)))
-    slowest, _ = _best(takes, border, first, np.maximum, math.inf)
-    if slowest == math.inf:
-        return None
-    most = slowest * (1 + 1e-9)
-    first = np.maximum(first, _first([[Limit(costs, most)]] * count, count, len(costs)))
-    _, choices = _best(takes, border, first, np.add, most)
-    starts, end = [], len(costs)
-    for choice in reversed(choices):
-        end = int(choice[end])
-        starts.append(end)
-    return starts[::-1]
+    return takes, border, first
 
 
 def _even(before: Floats, count: int) -> NDArray[np.int64] | None:
@@ -135,7 +165,7 @@ def _keep(starts: NDArray[np.int64], end: int, limits: Sequence[Sequence[Limit]]
 
 
 def _best(
-    takes: Callable[[NDArray[np.int64], NDArray[np.int64]], Floats],
+    takes: Takes,
     border: Floats,
     first: NDArray[np.int64],
     join: np.ufunc,

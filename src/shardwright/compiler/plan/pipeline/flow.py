@@ -14,12 +14,19 @@ from shardwright.compiler.mesh.mesh import MICROBATCHES, PIPELINE, Axis, Mesh, S
 from shardwright.compiler.mesh.redistribute import Collective
 from shardwright.compiler.plan.decisions import Transfer
 from shardwright.compiler.plan.pipeline.costs import MicrobatchCosts
-from shardwright.compiler.plan.pipeline.cut import cut, improved
+from shardwright.compiler.plan.pipeline.cut import cut, improved, slowest
 from shardwright.compiler.plan.pipeline.fitting import Limits
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.cost import Seconds
 from shardwright.compiler.plan.pricing.memory import local_bytes
-from shardwright.compiler.plan.pricing.schedule import Floats, Turn, schedule, seconds_of_cuts, turns
+from shardwright.compiler.plan.pricing.schedule import (
+    Floats,
+    Turn,
+    least_seconds,
+    schedule,
+    seconds_of_cuts,
+    turns,
+)
 from shardwright.errors import PlanError
 
 _NOTICED = 0.01  # of what a stage takes: messages that may be waited for
@@ -74,41 +81,58 @@ class Flow:
         Raises:
             PlanError: where there are fewer of them than stages.
         """
-        nodes = self.staged
-        if len(nodes) < stages.total:
-            depend = "1 operator depends" if len(nodes) == 1 else f"{len(nodes)} operators depend"
+        both_s, crossing, operators = self._both_s, 2 * self._message_s, len(self.staged)
+        if operators < stages.total:
+            depend = "1 operator depends" if operators == 1 else f"{operators} operators depend"
             each = f", {stages.each} for each group of ranks, as {stages.schedule} has" if stages.each > 1 else ""
             raise PlanError(
                 f"{depend} on the batch and on parameters, which are no {stages.total} stages{each}; choose a smaller "
                 f"{PIPELINE}= in mesh={', or schedule=1f1b' if each else ''}"
             )
-        both_s, crossing = [sum(took) for took in self._seconds], [both for _, both in self._crossing]
         first = cut(both_s, crossing, stages.total, limits)
         if first is None:
             return None
         found = [first]
-        noticed = max(crossing[start] for start in first) > _NOTICED * sum(both_s) / stages.total
+        noticed = crossing[first].max() > _NOTICED * both_s.sum() / stages.total
         if noticed:
             others = [cut(both_s, crossing, stages.total, limits, overlapped=True)]
-            others.append(cut(both_s, [2 * s for s in crossing], stages.total, limits))
+            others.append(cut(both_s, 2 * crossing, stages.total, limits))
             found += [other for other in others if other]
         table = schedule(stages.schedule, stages.count, stages.microbatches, stages.total)
         line_s = partial(self._line_s, turns(table, stages.total))
         if noticed or stages.microbatches < _MANY * stages.total:
-            found = [improved(starts, len(nodes), line_s, limits) for starts in found]
+            found = [improved(starts, operators, line_s, limits) for starts in found]
         starts = found[int(line_s(np.array(found)).argmin())]
         of, stage = {}, -1
-        for at, node in enumerate(nodes):
+        for at, node in enumerate(self.staged):
             stage += at in starts
             of[node.name] = stage
         return of
+
+    @property
+    def least_s(self) -> float:
+        """Seconds before which no cut has ended, in any schedule of as many stages, whatever is recomputed.
+
+        Where messages are waited for, each border adds no less than the shortest message, there and back.
+        """
+        stages, hardware = self.plan.stages, self.plan.hardware
+        assert stages is not None
+        assert hardware is not None
+        groups, microbatches = stages.count, stages.microbatches
+        waits = (0.0 if hardware.receives_early else 1.0) * self._message_s
+        both_s = float(self._both_s.sum()) + 2 * float(np.sort(waits[1:])[: groups - 1].sum())
+        slowest_s = 0.0
+        if stages.each == 1 and groups <= min(microbatches, len(self.staged)):
+            own_s = (microbatches - 1) * self._both_s - (groups - 1) * np.array([ahead for ahead, _ in self._seconds])
+            slowest_s = slowest(own_s, 2 * (microbatches - groups) * waits, groups)
+        return least_seconds(both_s, stages.schedule, groups, microbatches, slowest_s)
 
     def _line_s(self, order: Sequence[Turn], starts: NDArray[np.int64]) -> Floats:
         """Return the seconds in which the microbatches go in an order through stages that begin there, of each row."""
         assert self.plan.hardware is not None
         ends = np.concatenate([starts[:, 1:], np.full((len(starts), 1), len(self.staged))], axis=1)
         forward, backward = np.moveaxis(self._until[ends] - self._until[starts], 2, 0)
-        message = np.array([there for there, _ in (*self._crossing, (0.0, 0.0))])[ends]
+        message = np.append(self._message_s, 0.0)[ends]
         on_demand = not self.plan.hardware.receives_early
         return seconds_of_cuts(order, forward.T, backward.T, message.T, on_demand=on_demand)
 
@@ -123,32 +147,34 @@ class Flow:
         assert self.plan.hardware is not None
         return [*map(MicrobatchCosts(self.plan, self.plan.hardware).with_transfers_s, self.staged)]
 
-    @property
-    def both_s(self) -> float:
-        """The seconds of a microbatch in all of these operators, forward and backward."""
-        return sum(map(sum, self._seconds))
+    @cached_property
+    def _both_s(self) -> Floats:
+        """The seconds of these operators, forward and backward together. Cached as all of this class."""
+        found: Floats = np.sum(self._seconds, axis=1)
+        return found
 
     @cached_property
-    def _crossing(self) -> list[tuple[float, float]]:
-        """The seconds that what is made before each operator and read behind takes, in one direction, and in both."""
+    def _message_s(self) -> Floats:
+        """The seconds that what is made before each operator and read from it on takes to the next stage.
+
+        Cached as all of this class.
+        """
         plan, nodes = self.plan, self.staged
         assert plan.hardware is not None
         prices, pair = Seconds(plan.hardware, plan.optimizer), Mesh((Axis(PIPELINE, 2), *ranks_of_stage(plan)))
         number = {node.name: at for at, node in enumerate(nodes)}
-        changes = np.zeros((len(nodes) + 1, 2))
+        changes = np.zeros(len(nodes) + 1, dtype=np.int64)
         for node in nodes:
             for name in node.results:
-                last = max(
-                    (number[use.node.name] for use in plan.graph.uses[name] if use.node.name in number), default=0
-                )
+                last = max((number.get(use.node.name, 0) for use in plan.graph.uses[name]), default=0)
                 if last > number[node.name]:
                     size = local_bytes(self.capture.values[name], plan.layout(name), plan.mesh)
-                    message = Collective("all_gather", (PIPELINE,), 2 * size)  # in which each of two sends as much
-                    seconds = prices.collective(message, pair)
-                    both = seconds, seconds * (1 + self.capture.values[name].needs_gradient)
-                    changes[number[node.name] + 1] += both
-                    changes[last + 1] -= both
-        return [(float(there), float(both)) for there, both in np.maximum(changes[:-1].cumsum(axis=0), 0.0)]
+                    changes[number[node.name] + 1] += size
+                    changes[last + 1] -= size
+        # In an all-gather of two each sends half of all bytes.
+        sizes, of = np.unique(changes[:-1].cumsum(), return_inverse=True)
+        took_s = [prices.collective(Collective("all_gather", (PIPELINE,), 2 * int(size)), pair) for size in sizes]
+        return np.where(sizes > 0, took_s, 0.0)[of]
 
     def refuse(self) -> None:
         """Raise `PlanError` where something else would communicate over microbatches than sums of losses and counts."""

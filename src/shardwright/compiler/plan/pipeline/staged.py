@@ -98,9 +98,9 @@ class StagedPlans:
         split over as many devices.
         """
         request, parts = self._request, self._request.mesh.size // self._count * microbatches
-        prices = Seconds(request.hardware, request.optimizer)
+        prices, (name, _) = Seconds(request.hardware, request.optimizer), _schedule(request)
         both_s = sum(prices.floor(self._graph, node, parts) for node in operators_in_stages(self._graph.capture))
-        return _least_s(request, both_s, self._count, microbatches) + request.hardware.around_s
+        return least_seconds(both_s, name, self._count, microbatches) + request.hardware.around_s
 
     def with_microbatches(self, number: int) -> MicrobatchPlans:
         """Return the plans for so many microbatches."""
@@ -141,15 +141,15 @@ class MicrobatchPlans:
         return self._in_time(self._inside(None))
 
     def _in_time(self, inside: Plan) -> Flow:
-        flow = Flow(_in_time(inside, self._request, Stages(self._count, self._microbatches, {})))
+        stages = Stages(self._count, self._microbatches, {}, *_schedule(self._request))
+        flow = Flow(_in_time(inside, self._request, stages))
         flow.refuse()
         return flow
 
     @property
     def least_s(self) -> float:
         """Seconds that no cut of the plan without a limit of memory is below, whatever is recomputed."""
-        hardware = self._request.hardware
-        return _least_s(self._request, self._flow.both_s, self._count, self._microbatches) + hardware.around_s
+        return self._flow.least_s + self._request.hardware.around_s
 
     def priced(self, below_s: float = math.inf) -> StagedCosts:
         """Return the plan with its prices.
@@ -229,9 +229,9 @@ class MicrobatchPlans:
         return min(found, key=lambda costs: costs.step_s)
 
 
-def _least_s(request: PlanRequest, both_s: float, count: int, microbatches: int) -> float:
-    """Return seconds before which no cut into stages has ended, by those of a microbatch in all of them."""
-    return least_seconds(both_s, read_schedule(request.schedule or _USUAL_SCHEDULE)[0], count, microbatches)
+def _schedule(request: PlanRequest) -> tuple[str, int]:
+    """Return the name of the schedule asked for, or of the usual one, and how many stages a group of ranks has."""
+    return read_schedule(request.schedule or _USUAL_SCHEDULE)
 
 
 def _in_turns(plan: Plan, request: PlanRequest) -> Plan:

@@ -321,22 +321,29 @@ def _ends(
         yield free[group]
 
 
-def least_seconds(both_s: float, name: str, groups: int, microbatches: int) -> float:
+def least_seconds(both_s: float, name: str, groups: int, microbatches: int, slowest_s: float = 0.0) -> float:
     """Return seconds before which no cut into stages, however long each is, has ended on so many groups.
 
     In GPipe and 1F1B a group begins after the forward of one microbatch in the stages before its own, and their
     backward is left when it ends: with `P` the seconds before its stage, of `t` seconds, no end is before
-    ``P + microbatches * t``, whatever the group. That is least where it is the same for all. In other schedules some
-    group takes no less than all do on average.
+    ``P + microbatches * t``, whatever the group. That is least where it is the same for all. And its first backward
+    waits for that of all stages behind its own, while it has at most ``groups - 1`` forwards to do, of `f` seconds
+    each, or in GPipe none: no end is before ``both_s + (microbatches - 1) * t - (groups - 1) * f``. In other schedules
+    some group takes no less than all do on average.
+
+    A message on demand is part of the seconds of the stage that waits for it, forward or backward.
 
     >>> round(least_seconds(3.0 * 4, "1f1b", groups=4, microbatches=8), 2)  # 33 for stages that are alike
     29.0
+    >>> least_seconds(3.0 * 4, "1f1b", groups=4, microbatches=8, slowest_s=7 * 3.0 - 3 * 1.0)
+    30.0
 
     Args:
         both_s: seconds of a microbatch in all stages, forward and backward.
+        slowest_s: what is added to ``both_s`` above, of some group.
     """
     if name in ("gpipe", "1f1b"):
-        return both_s / (1 - (1 - 1 / microbatches) ** groups)
+        return max(both_s / (1 - (1 - 1 / microbatches) ** groups), both_s + slowest_s)
     return both_s * microbatches / groups
 
 
