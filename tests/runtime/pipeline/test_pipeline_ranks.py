@@ -121,6 +121,33 @@ def test_stages_predict_with_fewer_operators_than_there_are_stages(layers, how):
         torch.testing.assert_close(predicted, alone, atol=1e-12, rtol=0)
 
 
+def balanced(model, batch):
+    """The loss, and one that the first stage alone knows of, as losses of balance of experts are."""
+    hidden = model[0](batch[0])
+    balance = hidden.sigmoid().mean(0).square().sum()
+    return classes(model[1:], (hidden, batch[1])) + balance
+
+
+def evaluated():
+    """The losses that an evaluation in stages gives, by its two ways, and the one of one device."""
+    sw.init("gloo")
+    torch.manual_seed(0)
+    batch = torch.randn(8, 4).double(), torch.randint(0, 4, (8,))
+    layers = nn.Linear(4, 16), nn.Dropout(0.2), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)
+    model = nn.Sequential(*layers).double()  # evaluated by a plan of its own, without the dropout
+    alone = balanced(model.eval(), batch).item()
+    model.train()
+    how = {"batch": "global", "mesh": "pp=2", "hardware": splitting_hardware()}
+    parallel = sw.parallelize(model, balanced, batch, "data", **how).eval()
+    with torch.no_grad():
+        return alone, parallel(batch).item(), parallel.evaluate(batch).loss
+
+
+def test_a_loss_of_which_stages_know_parts_is_evaluated_without_gradients():
+    for alone, *found in run_ranks(2, evaluated):
+        assert found == pytest.approx([alone, alone], rel=0, abs=1e-12)
+
+
 @pytest.mark.slow
 def test_what_two_stages_have_saved_goes_on_as_three_and_as_none(tmp_path):
     [(losses, predicted, state, _)] = run_ranks(1, train, tmp_path / "alone", 0, 2 * STEPS)

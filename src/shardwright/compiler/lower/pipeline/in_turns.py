@@ -84,23 +84,28 @@ class InTurns(OfStage):
         reads = dict.fromkeys(name for placed in self._of_loss for name in placed.instruction.reads)
         return [name for name in reads if name in self.owners and self.when(self.owners[name])[0] == _FORWARD]
 
+    @property
+    def _trains(self) -> bool:
+        """Return whether there are backwards: without, as in an evaluation, any stage may give the loss a part."""
+        loss = self.made.first.loss
+        return bool(loss) and self.plan.capture.values[loss].needs_gradient
+
     def place(self) -> None:
         self._names: dict[int, dict[str, str]] = {stage: {} for stage in self.own(range(self.stages.total))}
         self._slopes: dict[str, str] = {}
         self._leaves: dict[str, str] = {}
         self.instructions += [each.instruction for each in self._mine() if self.when(each)[0] == _FIRST]
-        trains = bool(self.made.first.loss)
-        if trains:
+        if self._trains:
             self._cut()
-        if trains and self._loss_stage in self._names:
+        if self._trains and self._loss_stage in self._names:
             self._find_slopes()
         table = schedule(self.stages.schedule, self.stages.count, self.stages.microbatches, self.stages.total)
         for kind, stage, number in table[self.group]:
             if kind == "forward":
                 self._forward(stage, (_FORWARD, number))
-            elif trains and kind == "backward":
+            elif self._trains and kind == "backward":
                 self._backward(stage, (_FORWARD, number))
-            elif trains:
+            elif self._trains:
                 self.add((), ("pipe",), Call("scheduled.weights", (PIPE, (stage, number))))
         for stage in self._names:
             self._forward(stage, (_LAST, ONCE))
@@ -165,7 +170,7 @@ class InTurns(OfStage):
     def _with_split_backward(self, placed: Placed, stage: int) -> Instruction:
         """Return an instruction such that the schedule's actions for weights do the gradients of these."""
         instruction, call = placed.instruction, placed.instruction.call
-        if instruction.node is None or instruction.node.name not in self._split or not self.made.first.loss:
+        if instruction.node is None or instruction.node.name not in self._split or not self._trains:
             return instruction
         weights = {name for name in instruction.reads if self._is_weight(name, placed.number)}
         places = tuple(at for at, arg in enumerate(call.args) if isinstance(arg, Name) and arg.text in weights)
@@ -189,7 +194,7 @@ class InTurns(OfStage):
 
     def _facts_of(self, name: str, when: tuple[int, int]) -> tuple[object, ...]:
         shape, dtype, trained = self.facts(name)
-        return shape, dtype, trained and when[0] == _FORWARD and bool(self.made.first.loss)
+        return shape, dtype, trained and when[0] == _FORWARD and self._trains
 
     def _backward(self, stage: int, when: tuple[int, int]) -> None:
         names = self._names[stage]
