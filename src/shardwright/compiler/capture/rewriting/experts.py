@@ -243,7 +243,7 @@ class _Spelled:
         if ordered is None or _PART.of(ordered.op) != "sort" or ordered.results[1] != order:
             return None
         named = _arguments(ordered)
-        running, counted = self._maker(ends), None
+        running, counted = self._maker(self._uncast(ends)), None
         if running is not None and _PART.of(running.op) == "running":
             counted = self._maker(running.operands[0])
         if named.get("descending") or counted is None or _PART.of(counted.op) != "count":
@@ -251,12 +251,16 @@ class _Spelled:
         bins = _arguments(counted)
         if (bins["bins"], bins["min"], bins["max"]) != (experts, 0, experts - 1) or experts < 2:
             return None
-        flat = counted.operands[0]
-        while (cast := self._maker(flat)) is not None and row_of(cast.op).casts:
-            flat = cast.operands[0]
+        flat = self._uncast(counted.operands[0])
         if flat not in (ordered.results[0], ordered.operands[0]) or self._values[flat].dtype.is_floating_point:
             return None
         return self._flattened(ordered.operands[0])
+
+    def _uncast(self, name: str) -> str:
+        """Return what a value was before it was cast, or the value itself."""
+        while (cast := self._maker(name)) is not None and row_of(cast.op).casts:
+            name = cast.operands[0]
+        return name
 
     def _maker(self, name: str) -> Node | None:
         return self._makers.of(name)
