@@ -47,7 +47,8 @@ class Written(nn.Module):
         experts, order = chosen.reshape(-1).sort(descending=self.way == "from the last")
         bins = EXPERTS + 1 if self.way == "another count" else EXPERTS
         counts = torch.histc(experts.float(), bins, min=0, max=bins - 1)
-        ends = counts.cumsum(0).int() if self.way == "ends cast" else counts.cumsum(0, dtype=torch.int32)[:EXPERTS]
+        ends = counts.cumsum(0, dtype=None if self.way == "ends cast" else torch.int32)[:EXPERTS]
+        ends = ends.to(torch.int8 if self.way == "ends wrap" else ends.dtype).int()
         rows = x[order // (3 if self.way == "other rows" else self.choices)]
         out = F.grouped_mm(self.between(F.grouped_mm(rows, self.up, offs=ends), experts), self.down.mT, offs=ends)
         if self.way == "read twice":
@@ -88,7 +89,7 @@ def test_a_mixture_is_one_operator(way, choices):
     "way",
     [
         "halves swapped", "three parts", "a bias", "another activation", "from the last", "another count", "other rows",
-        "read twice", "backwards", "the largest",
+        "read twice", "backwards", "the largest", "ends wrap",
     ],
 )  # fmt: skip
 def test_what_is_written_otherwise_stays_as_it_is(way):

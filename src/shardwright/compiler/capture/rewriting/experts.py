@@ -22,6 +22,7 @@ Part = Literal[
     "sum", "reshape", "index", "mul", "unsqueeze", "product", "halves", "sort", "divide", "count", "running", "swap",
     "inverse", "written", "positions",
 ]  # fmt: skip
+_COUNTS = 4  # bytes, at least, of an element that counts rows; with fewer, a thousand rows are rounded, or wrap
 _PART: Column[Part] = column(
     ("sum", "sum"),
     ("reshape", "reshape"),
@@ -243,7 +244,7 @@ class _Spelled:
         if ordered is None or _PART.of(ordered.op) != "sort" or ordered.results[1] != order:
             return None
         named = _arguments(ordered)
-        running, counted = self._maker(self._uncast(ends)), None
+        running, counted = self._maker(self._uncast(ends, _COUNTS)), None
         if running is not None and _PART.of(running.op) == "running":
             counted = self._maker(running.operands[0])
         if named.get("descending") or counted is None or _PART.of(counted.op) != "count":
@@ -256,9 +257,11 @@ class _Spelled:
             return None
         return self._flattened(ordered.operands[0])
 
-    def _uncast(self, name: str) -> str:
-        """Return what a value was before it was cast, or the value itself."""
+    def _uncast(self, name: str, itemsize: int = 1) -> str:
+        """Return what a value was before it was cast, from elements of as many bytes, or the value itself."""
         while (cast := self._maker(name)) is not None and row_of(cast.op).casts:
+            if self._values[cast.operands[0]].dtype.itemsize < itemsize:
+                break
             name = cast.operands[0]
         return name
 
