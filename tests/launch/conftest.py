@@ -21,11 +21,11 @@ def launching(tmp_path: Path) -> Iterator[Launching]:
 
 @pytest.fixture
 def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Gives `shardwright launch` words that it refuses, in this process: what it says."""
+    """Gives `shardwright launch`, or another command, words that it refuses, in this process: what it says."""
     monkeypatch.chdir(tmp_path)
 
-    def run(*words: str) -> str:
-        monkeypatch.setattr("sys.argv", ["shardwright", "launch", *words])
+    def run(*words: str, command: str = "launch") -> str:
+        monkeypatch.setattr("sys.argv", ["shardwright", command, *words])
         with pytest.raises(SystemExit) as ended:
             main()
         said = capsys.readouterr()

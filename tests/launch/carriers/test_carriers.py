@@ -55,12 +55,6 @@ def test_torchruns_take_no_rank_table_of_several_hosts(tmp_path):
         read_options(request)
 
 
-def test_torchruns_that_are_only_printed_look_for_no_hangs(launching):
-    ended = launching.run("-n", "2", "--via", "torchrun", "--stall-timeout", "5", "--", "true")
-    assert (ended.code, ended.stdout) == (2, "")
-    assert "torchrun looks for no hangs; --stall-timeout needs --run, or another --via" in ended.stderr
-
-
 ADDED = """
     import sys
     from shardwright.launch.options import carrier_facts

@@ -12,7 +12,7 @@ from launching import COMMAND, wait_until
 
 SHOW = (
     'echo "$RANK $LOCAL_RANK $GROUP_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $MASTER_ADDR $GLOO_SOCKET_IFNAME '
-    '$NCCL_SOCKET_IFNAME $(hostname)"'
+    '$NCCL_SOCKET_IFNAME $OMP_NUM_THREADS $(hostname)"'
 )
 
 
@@ -24,17 +24,19 @@ def run_json(job, name="1"):
     return json.loads((job.folder / "log_output" / name / "run.json").read_text())
 
 
-def test_ranks_are_placed_by_slot_and_told_where_they_are(job, network):
-    ended = job.run("-H", "host1:2,host2:2", "--", "sh", "-c", SHOW)
-    first = network.hosts["host1"].address
+def test_ranks_are_placed_by_slot_or_cpu_and_told_where_they_are(job, network):
+    job.write("hosts", "host1 slots=1\nhost2  # as many as it has CPUs\n")
+    ended = job.run("--hostfile", "hosts", "--", "sh", "-c", SHOW)
+    first, cpus = network.hosts["host1"].address, len(os.sched_getaffinity(0))
+    ranks = 1 + cpus
     assert ended.code == 0, ended.stderr
-    assert logs(job, 4) == [
-        f"0 0 0 4 2 {first} nic1 =nic1 host1\n", f"1 1 0 4 2 {first} nic1 =nic1 host1\n",
-        f"2 0 1 4 2 {first} nic2 =nic2 host2\n", f"3 1 1 4 2 {first} nic2 =nic2 host2\n",
-    ]  # fmt: skip
+    assert logs(job, ranks) == [
+        f"0 0 0 {ranks} 1 {first} nic1 =nic1 {cpus} host1\n",
+        *(f"{1 + i} {i} 1 {ranks} {cpus} {first} nic2 =nic2 1 host2\n" for i in range(cpus)),
+    ]
     assert ended.stdout == logs(job, 1)[0]
     assert [(h["name"], h["ranks"], h["interface"]) for h in run_json(job)["hosts"]] == [
-        ("host1", [0, 1], "nic1"), ("host2", [2, 3], "nic2"),
+        ("host1", [0], "nic1"), ("host2", [*range(1, ranks)], "nic2"),
     ]  # fmt: skip
 
 
@@ -76,14 +78,7 @@ def test_a_noisy_shell_and_a_host_without_this_package(job):
     assert logs(job, 2) == ["None\n"] * 2
 
 
-def test_a_hostfile_whose_hosts_have_as_many_slots_as_cpus(job):
-    job.write("hosts", "host1 slots=1\nhost2  # all of it\n")
-    ended = job.run("--hostfile", "hosts", "--", "sh", "-c", 'echo "$RANK $LOCAL_RANK $OMP_NUM_THREADS"')
-    cpus = len(os.sched_getaffinity(0))
-    assert ended.code == 0, ended.stderr
-    assert logs(job, 1 + cpus) == [f"0 0 {cpus}\n", *(f"{1 + i} {i} 1\n" for i in range(cpus))]
-
-
+@pytest.mark.slow
 def test_an_allocation_of_slurm_names_the_hosts(job):
     allocation = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "host[1-2]", "SLURM_TASKS_PER_NODE": "2,1"}
     ended = job.run("--", "sh", "-c", "echo $RANK $(hostname)", env=allocation)
@@ -98,6 +93,7 @@ def test_this_machine_beside_another_meets_where_the_other_one_reaches_it(job, n
     assert logs(job, 2) == [f"0 {network.address} {network.bridge}\n", f"1 {network.address} nic2\n"]
 
 
+@pytest.mark.slow
 def test_an_address_that_each_host_has_for_itself_is_not_where_they_meet(job, network):
     """As that of a bridge for containers."""
     for host in network.hosts.values():
@@ -119,6 +115,7 @@ def test_an_address_that_each_host_has_for_itself_is_not_where_they_meet(job, ne
     assert "from host2: 172.30.0.1 (ctr0)" in refused.stderr
 
 
+@pytest.mark.slow
 def test_a_job_in_the_background(job):
     script = job.write("train.py", "import os, time; print('rank', os.environ['RANK'], flush=True); time.sleep(0.5)")
     ended = job.run("-H", "host1:1,host2:1", "--detach", "--", sys.executable, script)

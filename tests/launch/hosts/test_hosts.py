@@ -27,13 +27,13 @@ def host_lists(slots):
 known = st.integers(1, MOST_SLOTS)
 
 
-@settings(deadline=None)  # the machine may be busy
+@settings(deadline=None, max_examples=25)  # the machine may be busy
 @given(host_lists(known))
 def test_a_list_reads_as_it_was_written(hosts):
     assert Hosts.from_list(hosts.to_list()) == hosts
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=25)
 @given(hosts=host_lists(st.none() | known))
 def test_a_hostfile_reads_as_it_was_written(hosts, tmp_path_factory):
     path = tmp_path_factory.getbasetemp() / "written"

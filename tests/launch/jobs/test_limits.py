@@ -31,7 +31,8 @@ def test_temporary_folders_of_killed_ranks_are_removed(launching, option):
     text = KILLED if not option else f"    import shardwright as sw\n    sw.init(timeout=60)\n{KILLED}"
     script = launching.write("train.py", text.replace("\n    import shardwright", "import shardwright"))
     before = set(glob.glob("/tmp/pymp-*"))
-    ended = launching.run("-n", "2", "--grace", "0.2", *option, script)
+    light = {} if option else launching.light_torch()
+    ended = launching.run("-n", "2", "--grace", "0.2", *option, script, env=light)
     assert ended.code == 128 + 9, ended.stderr
     folders = {(launching.folder / f"folder.{rank}").read_text() for rank in range(2)}
     assert not [folder for folder in folders if os.path.exists(folder)]

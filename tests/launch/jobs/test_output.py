@@ -12,6 +12,7 @@ import time
 import pytest
 
 from launching import COMMAND, wait_until
+from shardwright.launch.joblog.job import JobState, create_job_folder
 
 PYTHON = ["--", sys.executable]
 # What a launcher is told to show, while a rank writes.
@@ -62,7 +63,16 @@ def test_what_somebody_would_read_is_written_though_the_launcher_has_no_processo
     assert done.stdout == b"last words\n"
 
 
-def test_each_rank_has_its_own_files_and_rank_0_is_shown(launching):
+@pytest.mark.parametrize(
+    ("tee", "shown"),
+    [
+        ([], "{} 0\n"),
+        (["--tee", "0,2"], "[rank 0] {0} 0\n[rank 2] {0} 2\n"),
+        pytest.param(["--tee", "none"], "", marks=pytest.mark.slow),
+        pytest.param(["--tee", "1-2"], "[rank 1] {0} 1\n[rank 2] {0} 2\n", marks=pytest.mark.slow),
+    ],
+)
+def test_each_rank_has_its_own_files_and_those_asked_for_are_shown(launching, tee, shown):
     script = launching.write(
         "train.py",
         """
@@ -70,18 +80,13 @@ def test_each_rank_has_its_own_files_and_rank_0_is_shown(launching):
     print("out", os.environ["RANK"]); print("err", os.environ["RANK"], file=sys.stderr)
     """,
     )
-    ended = launching.run("-n", "3", *PYTHON, script)
-    assert (ended.code, ended.stdout, ended.stderr) == (0, "out 0\n", "err 0\n")
+    ended = launching.run("-n", "3", *tee, *PYTHON, script)
+    assert ended.code == 0
+    for said, stream in ((ended.stdout, "out"), (ended.stderr, "err")):
+        assert sorted(said.splitlines()) == shown.format(stream).splitlines()
     for rank in range(3):
         assert launching.log(rank) == f"out {rank}\n"
         assert launching.log(rank, "stderr") == f"err {rank}\n"
-
-
-@pytest.mark.parametrize(("tee", "expected"), [("none", []), ("0,2", [0, 2]), ("1-2", [1, 2])])
-def test_tee_shows_the_ranks_asked_for(launching, tee, expected):
-    script = launching.write("train.py", "import os; os.write(1, b'out %s\\n' % os.environb[b'RANK'])")
-    ended = launching.run("-n", "3", "--tee", tee, *PYTHON, script)
-    assert sorted(ended.stdout.splitlines()) == [f"[rank {rank}] out {rank}" for rank in expected]
 
 
 def test_one_rank_is_shown_byte_by_byte_without_waiting_for_lines(launching):
@@ -283,12 +288,11 @@ def test_a_full_log_disk_is_reported_and_stops_no_rank(launching, code):
     assert ".failed.json" not in result.stderr
 
 
-def test_what_was_printed_is_in_the_log_of_a_killed_rank(launching):
+@pytest.mark.parametrize("how", [[], pytest.param(["--no-preload"], marks=pytest.mark.slow)])
+def test_what_was_printed_is_in_the_log_of_a_killed_rank(launching, how):
     script = launching.write("train.py", "import os; print('last words'); os.kill(os.getpid(), 9)")
-    light = launching.light_torch()
-    for how in ([], ["--no-preload"]):
-        launching.run("-n", "1", "--job", "_".join(["job", *how]), *how, script, env=light)
-    assert launching.log(0, job="job") == launching.log(0, job="job_--no-preload") == "last words\n"
+    launching.run("-n", "1", *how, script, env=launching.light_torch())
+    assert launching.log(0) == "last words\n"
 
 
 def test_detached_jobs_outlive_the_terminal_and_are_followed(launching):
@@ -345,15 +349,16 @@ def test_a_detached_job_that_cannot_start_says_so(launching):
     assert not (launching.folder / "log_output/1").exists()
 
 
-def test_logs_of_no_job(launching):
-    assert "no job has logs in" in launching.run(command="logs").stderr
-    launching.run("-n", "1", "--", "true")
-    ended = launching.run("7", command="logs")
-    assert ended.code == 2
-    assert "no job named 7 in log_output; the latest are 1" in ended.stderr
-    assert "the 1 ranks of this job are 0 to 0" in launching.run("--rank", "3", command="logs").stderr
+def test_logs_of_no_job(refused, tmp_path):
+    assert "no job has logs in" in refused(command="logs")
+    job = create_job_folder(tmp_path / "log_output", None)
+    job.make_ranks(1)
+    job.write_state(JobState.of_this_process(["program", "true"], 1))
+    assert "no job named 7 in log_output; the latest are 1" in refused("7", command="logs")
+    assert "the 1 ranks of this job are 0 to 0" in refused("--rank", "3", command="logs")
 
 
+@pytest.mark.slow
 def test_a_stopped_launcher_holds_its_ranks_but_loses_nothing(launching):
     """Ctrl-Z: the ranks wait once the pipes are full, and go on with the launcher."""
     script = launching.write("train.py", "import os\nfor i in range(200): os.write(1, b'x' * 100_000)")

@@ -72,7 +72,8 @@ def test_stop_again_kills_what_would_not_end(launching):
     assert "stop --now: killing what is left" in ended.stderr
 
 
-@pytest.mark.parametrize("how", ["now", pytest.param("stopped", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["now", "stopped"])
 def test_stop_now_and_a_launcher_that_is_stopped(launching, how):
     script = launching.write("train.py", SLEEP)
     launcher = launching.start("-n", "1", "--grace", "600", *PYTHON, script, *(["15"] if how == "now" else []))
@@ -199,6 +200,7 @@ def test_names_that_are_none_or_several(folder):
 BOTH = ["-H", "host1:1,host2:1", "--lease", "2"]
 
 
+@pytest.mark.slow
 def test_stop_ends_a_job_on_all_its_hosts(job):
     launcher = job.start(*BOTH[:2], *PYTHON, job.write("train.py", SLEEP))
     job.wait_for_ranks(2)

@@ -150,18 +150,6 @@ def test_a_signal_while_the_job_runs_or_ends_restarts_nothing(launching):
     assert read(launching, "job.json", "2")["status"] == "failed"
 
 
-def test_what_never_ran_is_not_restarted(launching):
-    ended = launching.run("-n", "1", "--max-restarts", "3", "--", "no-such-program")
-    assert ended.code == 2
-    launching.write("torch.py", "raise ImportError('no torch today')")
-    launching.write("x.py", "")
-    ended = launching.run("-n", "1", "--max-restarts", "3", "x.py", env={"PYTHONPATH": launching.folder.as_posix()})
-    assert ended.code == 2
-    assert "no torch today" in ended.stderr
-    assert "restart" not in ended.stderr
-    assert not (launching.folder / "log_output").exists()
-
-
 @pytest.mark.slow
 def test_a_supervisor_that_cannot_import_torch_any_more_is_another_failure(launching):
     """Between two attempts; the job has run, and what is wrong may pass."""

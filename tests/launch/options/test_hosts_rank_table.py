@@ -84,6 +84,7 @@ def network(tmp_path_factory):
         yield network
 
 
+@pytest.mark.slow
 def test_each_host_launches_its_own_table(network, tmp_path):
     for name, host in network.hosts.items():
         (tmp_path / f"{name}.json").write_text(RankTable.from_hosts(Hosts.from_list(f"{host.address}:2")).to_json())

@@ -103,22 +103,22 @@ def test_a_bare_name_is_a_file_here_or_our_command_or_a_program_on_the_path(tmp_
         ("import os; os.kill(os.getpid(), 11)", "the supervisor of the ranks was killed by SIGSEGV while it imported"),
     ],
 )
-def test_torch_that_cannot_be_imported(launching, torch, message):
+def test_torch_that_cannot_be_imported_is_told_and_what_never_ran_is_not_restarted(launching, torch, message):
     launching.write("torch.py", torch)
     script = launching.write("train.py", "print('must not run')")
-    ended = launching.run("-n", "2", script, env={"PYTHONPATH": str(launching.folder)})
+    ended = launching.run("-n", "1", "--max-restarts", "3", script, env={"PYTHONPATH": str(launching.folder)})
     assert message in ended.stderr
+    assert "restart" not in ended.stderr
     assert ended.code == 2
     assert not (launching.folder / "log_output").exists()
 
 
-def test_a_port_that_is_taken_is_refused_where_given(launching):
+def test_a_port_that_is_taken_is_refused_where_given(refused, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         taken = server.getsockname()[1]
-        ended = launching.run("-n", "1", "--port", str(taken), "--", "true")
-    assert ended.code == 2
-    assert f"--port {taken} cannot be had: Address already in use" in ended.stderr
-    assert not (launching.folder / "log_output").exists()
+        said = refused("-n", "1", "--port", str(taken), "--", "true")
+    assert f"--port {taken} cannot be had: Address already in use" in said
+    assert not (tmp_path / "log_output").exists()
 
 
 def test_a_port_that_is_taken_is_passed_over_where_chosen(monkeypatch):
@@ -131,16 +131,14 @@ def test_a_port_that_is_taken_is_passed_over_where_chosen(monkeypatch):
             lease.close()
 
 
-def test_two_jobs_at_once_never_share_a_port(launching, monkeypatch):
+def test_two_jobs_at_once_never_share_a_port(refused, monkeypatch):
     leases = [lease_port(None) for _ in range(4)]
     ports = [lease.port for lease in leases]
     assert len(set(ports)) == 4
     monkeypatch.setattr(port, "_candidates", lambda: ports)
     with pytest.raises(Exception, match="no free TCP port"):
         lease_port(None)
-    ended = launching.run("-n", "1", "--port", str(ports[1]), "--", "true")
-    assert ended.code == 2
-    assert f"--port {ports[1]} cannot be had" in ended.stderr
+    assert f"--port {ports[1]} cannot be had" in refused("-n", "1", "--port", str(ports[1]), "--", "true")
     leases[0].close()
     again = lease_port(None)
     assert again.port == leases[0].port

@@ -73,12 +73,10 @@ def test_a_job_is_watched_to_its_end_and_reported(launching):
     assert (again.code, "job 1 failed (exit code 3)" in again.stderr) == (3, True)
 
 
-def test_jobs_that_are_not_there_are_said_so(launching):
-    ended = launching.run("none", command="watch")
-    assert (ended.code, "no job" in ended.stderr) == (2, True)
-    (launching.folder / "empty").mkdir()
-    ended = launching.run("./empty", command="watch")
-    assert (ended.code, "empty has no job.json that can be read" in ended.stderr) == (2, True)
+def test_jobs_that_are_not_there_are_said_so(refused, tmp_path):
+    assert "no job" in refused("none", command="watch")
+    (tmp_path / "empty").mkdir()
+    assert "empty has no job.json that can be read" in refused("./empty", command="watch")
 
 
 class Terminal:
