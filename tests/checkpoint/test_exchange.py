@@ -356,6 +356,7 @@ def test_a_merge_holds_no_more_than_a_slab(tmp_path):
     assert torch.equal(load_file(tmp_path / "a.safetensors")["w"], big)
 
 
+@pytest.mark.slow
 def test_transformers_reads_a_merged_folder(tmp_path):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
     config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=32, n_positions=16)

@@ -65,6 +65,7 @@ def test_a_machine_that_fails_at_any_operation_leaves_a_good_checkpoint(first, r
             assert list(store.complete()) == [name or "step-3"]
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_at_any_file_operation_leaves_a_good_checkpoint(tmp_path):
     for at in points(LocalFiles(), str(tmp_path / "counted"), True):
         directory = tmp_path / str(at)

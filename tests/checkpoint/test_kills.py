@@ -71,7 +71,7 @@ def _kill_at_random_instants(directory, kills, seed):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("kills", [20, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [8, pytest.param(100, marks=pytest.mark.slow)])
 def test_a_good_checkpoint_loads_after_kill_9_at_random_instants(tmp_path, kills):
     [(interrupted, advanced)] = run_ranks(1, _kill_at_random_instants, tmp_path, kills, 7, timeout=580)
     assert interrupted >= kills / 10, "the kills came when nothing was being saved"

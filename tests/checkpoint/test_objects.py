@@ -24,7 +24,7 @@ from shardwright.errors import CheckpointError, UsageError
 from simulated_ranks import SimulatedRanks
 
 
-@pytest.fixture(params=["memory", "file"])
+@pytest.fixture(params=["memory", pytest.param("file", marks=pytest.mark.slow)])
 def url(request, tmp_path):
     if request.param == "file":
         yield f"file://{tmp_path}/runs"
@@ -53,6 +53,7 @@ def test_a_store_that_speaks_s3_is_told_what_to_type(protocol, open_it):
     assert "AWS_ACCESS_KEY_ID" in said
 
 
+@pytest.mark.parametrize("url", ["memory", "file"], indirect=True)
 def test_steps_are_saved_found_and_given_up(url):
     store = open_store(url, Retention(latest_k=2, top_k=1, metric="loss"))
     assert isinstance(store, ObjectStore)
@@ -97,8 +98,8 @@ def kill():
     raise Killed
 
 
-@pytest.mark.parametrize("url", ["memory", pytest.param("file", marks=pytest.mark.slow)], indirect=True)
-def test_a_process_that_dies_at_any_operation_leaves_a_good_checkpoint(url):
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_process_that_dies_at_any_operation_leaves_a_good_checkpoint(url, every):
     keep_one = Retention(latest_k=1)
 
     def store_at(place, files=None):
@@ -109,7 +110,7 @@ def test_a_process_that_dies_at_any_operation_leaves_a_good_checkpoint(url):
     counted = Faulty(store_at("counted").files)
     save_step(store_at("counted", counted), 2)
     assert {"create", "write", "finish", "remove", "lock", "read"} < set(counted.done)
-    for at in range(len(counted.done)):
+    for at in range(0, len(counted.done), every):
         save_step(store_at(at), 1)
         dying = Faulty(store_at(at).files, at, kill, stays=True)
         with pytest.raises(Killed):

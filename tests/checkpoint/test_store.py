@@ -69,13 +69,9 @@ LOSSES = {1: 0.9, 2: 0.3, 3: 0.5, 4: 0.3, 5: 0.8, 6: float("nan"), 7: None, 8: 0
 @pytest.mark.parametrize(
     ("retention", "left"),
     [
-        (Retention(), [1, 2, 3, 4, 5, 6, 7, 8]),
-        (Retention(latest_k=1), [8]),
         (Retention(latest_k=3), [6, 7, 8]),
         (Retention(top_k=1, metric="loss"), [4, 8]),  # of equals the newer; the newest always
-        (Retention(top_k=3, metric="loss"), [2, 3, 4, 8]),
         (Retention(top_k=2, metric="loss", mode="max"), [1, 5, 8]),
-        (Retention(latest_k=2, top_k=1, metric="loss", mode="max"), [1, 7, 8]),
         (Retention(latest_k=2, top_k=1, metric="another"), [7, 8]),
     ],
     ids=str,
