@@ -116,7 +116,8 @@ def test_gloo_works_by_a_sealed_store(served):
         dist.destroy_process_group()
 
 
-def test_a_job_of_the_launcher_has_a_secret_of_its_own(launching):
+def test_a_job_of_the_launcher_has_a_secret_of_its_own_and_ends_with_collectives_under_way(launching):
+    """Somebody holds the group, and the worker threads of gloo still have tensors to drop when the script ends."""
     script = launching.write(
         "train.py",
         """
@@ -135,11 +136,15 @@ def test_a_job_of_the_launcher_has_a_secret_of_its_own(launching):
             open("values", "wb").write(b" ".join(other.get(key) for key in keys))
         dist.barrier()
         open(f"secret.{world.rank}", "w").write(os.environ["SHARDWRIGHT_SECRET"])
+        held = dist.group.WORLD
+        under_way = [dist.all_reduce(torch.ones(1_000_000), async_op=True) for _ in range(40)]
+        del under_way
         """,
     )
     for arguments in (("-n", "2", script), ("-n", "1", "--", "sh", "-c", "echo -n $SHARDWRIGHT_SECRET > secret.other")):
         ended = launching.run(*arguments)
-        assert ended.code == 0, ended.stderr
+        assert (ended.code, ended.stderr) == (0, "")
+    assert launching.log(1, "stderr") == ""
     keys = (launching.folder / "keys").read_text().splitlines()
     assert len(keys) > 4
     assert {len(key) for key in keys} == {64}
