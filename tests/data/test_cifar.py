@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardwright as sw
@@ -211,6 +211,7 @@ def test_an_array_that_says_another_shape():
         byte_array(read_pickle(lying)["data"])
 
 
+@settings(max_examples=50)
 @given(st.data())
 def test_a_damaged_pickle_raises_nothing_else(data):
     contents = bytearray(python_bytes(IMAGES[:1, :, :, :], LABELS[:1], "x"))

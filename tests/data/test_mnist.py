@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardwright as sw
@@ -178,6 +178,7 @@ def reads_or_says_why(contents, dims, suffix):
     assert idx_bytes(array) == (gzip.decompress(contents) if suffix else contents)
 
 
+@settings(max_examples=40)
 @given(st.binary(max_size=64), st.sampled_from([1, 3]), st.sampled_from(["", ".gz"]), st.booleans())
 def test_random_bytes_raise_nothing_but_data_errors(contents, dims, suffix, with_magic):
     if with_magic:
@@ -185,6 +186,7 @@ def test_random_bytes_raise_nothing_but_data_errors(contents, dims, suffix, with
     reads_or_says_why(contents, dims, suffix)
 
 
+@settings(max_examples=40)
 @given(st.data(), st.sampled_from(["", ".gz"]))
 def test_a_damaged_file_raises_nothing_but_data_errors(data, suffix):
     contents = bytearray(idx_bytes(IMAGES[:2, :3, :5]))
@@ -195,6 +197,7 @@ def test_a_damaged_file_raises_nothing_but_data_errors(data, suffix):
     reads_or_says_why(bytes(contents), 3, suffix)
 
 
+@settings(max_examples=40)
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.sampled_from(["", ".gz"]))
 def test_what_is_written_is_read(shape, suffix):
     array = np.random.default_rng(len(shape)).integers(0, 256, shape, dtype=np.uint8)

@@ -41,7 +41,7 @@ def join_and_reduce():
     return str(world), total.item(), again is world, world.hosts
 
 
-@pytest.mark.parametrize("size", [1, 8])
+@pytest.mark.parametrize("size", [1, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_ranks_meet_and_reduce(size):
     backend = "gloo" if size == 1 else "shm"
     for rank, (text, total, same, hosts) in enumerate(run_ranks(size, join_and_reduce)):

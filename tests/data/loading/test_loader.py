@@ -43,6 +43,7 @@ def flat(batches):
     return [index for batch in batches for index in batch]
 
 
+@settings(max_examples=30)
 @given(
     size=st.integers(1, 60),
     world_size=st.sampled_from(WORLD_SIZES),
@@ -129,7 +130,7 @@ def test_resuming_on_8_6_1_and_4_ranks_repeats_and_skips_nothing():
     assert state["samples"] + state["epoch"] * size == len(seen)
 
 
-@settings(max_examples=50)
+@settings(max_examples=20)
 @given(st.lists(st.tuples(st.sampled_from([1, 2, 3, 8]), st.integers(1, 12), st.integers(1, 4)), max_size=5))
 def test_resuming_anywhere_is_as_if_never_stopped(pieces):
     seen, state, size = [], None, 23

@@ -58,11 +58,14 @@ def test_ranks_read_their_parts_of_the_one_order():
 @pytest.mark.parametrize(
     ("odd", "message"),
     [
-        (Squares(25), "rank 2 has 25 samples where most ranks have 24"),
         (Squares(24, odd={23: -1}), "rank 2 has another sample at index 23 than most ranks"),
-        (Squares(24, broken=0), r"rank 2 cannot read its samples (DataError: record 0 is damaged)"),
+        pytest.param(Squares(25), "rank 2 has 25 samples where most ranks have 24", marks=pytest.mark.slow),
+        pytest.param(
+            Squares(24, broken=0), "rank 2 cannot read its samples (DataError: record 0 is damaged)",
+            marks=pytest.mark.slow,
+        ),
     ],
-)
+)  # fmt: skip
 def test_every_rank_raises_and_names_the_rank_that_differs(odd, message):
     results = run_ranks(4, first_epoch, {None: Squares(24), 2: odd})
     assert len(set(results)) == 1
@@ -85,8 +88,7 @@ def drawn_by_collate(samples):
     return (torch.stack(samples) + random.random(),)
 
 
-@pytest.mark.parametrize("noisy", [False, True])
-@pytest.mark.parametrize("collate", [None, drawn_by_collate])
+@pytest.mark.parametrize(("noisy", "collate"), [(False, None), (True, drawn_by_collate)])
 def test_a_loader_leaves_the_random_generators_and_draws_the_same_in_processes_of_its_own(noisy, collate):
     def read(num_workers):
         loader = sw.loader(Squares(24, noisy=noisy), batch_size=10, collate_fn=collate, num_workers=num_workers)
