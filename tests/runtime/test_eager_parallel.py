@@ -147,7 +147,7 @@ def accumulating_run(gradients):
     return local, gradients_of(model)
 
 
-@pytest.mark.parametrize(("ranks", "gradients"), [(2, "mean"), (3, "sum")])
+@pytest.mark.parametrize(("ranks", "gradients"), [(2, "mean"), pytest.param(3, "sum", marks=pytest.mark.slow)])
 def test_accumulation_defers_the_reduction(ranks, gradients):
     model = Net()
     for size in (8, 6, 1):

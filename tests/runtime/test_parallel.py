@@ -101,20 +101,20 @@ def accumulated(micro_batches, gradients, mode, options):
 
 
 @pytest.mark.parametrize(
-    ("mode", "options", "gradients"), [pytest.param("auto", GRID, "mean", marks=pytest.mark.slow), ("data", {}, "sum")]
+    ("ranks", "mode", "options", "gradients"),
+    [(2, "data", {}, "sum"), pytest.param(4, "auto", GRID, "mean", marks=pytest.mark.slow)],
 )
-def test_accumulation_clipping_sums_and_frozen_parameters(mode, options, gradients):
-    [(norm, expected)] = run_ranks(1, accumulated, 3, "mean", "single", {})
-    for their_norm, theirs in run_ranks(4, accumulated, 3, gradients, mode, options):
+def test_accumulation_clipping_sums_and_frozen_parameters(ranks, mode, options, gradients):
+    [(norm, expected)] = run_ranks(1, accumulated, 2, "mean", "single", {})
+    for their_norm, theirs in run_ranks(ranks, accumulated, 2, gradients, mode, options):
         assert their_norm == pytest.approx(norm, rel=1e-10)
         assert deviation(theirs, expected) < 1e-10
 
 
 OPTIMIZERS = [
     ("SGD", {"foreach": True, "momentum": 0.9}),
-    ("AdamW", {"foreach": False}),
     ("AdamW", {"fused": True}),
-    *((kind, {}) for kind in ("Rprop", "Adafactor", "Muon")),
+    *((kind, {}) for kind in ("Adafactor", "Muon")),
 ]
 
 
@@ -138,7 +138,7 @@ def optimized():
 def optimized_by(kind, options, parallel, batch_of, is_split):
     parameters = [p for p in parallel.parameters() if kind != "Muon" or p.ndim == 2]
     optimizer = getattr(torch.optim, kind)(parameters, lr=0.01, **options)
-    for seed in range(3):
+    for seed in range(2):
         batch = batch_of(8, seed)
 
         def closure(batch=batch):
@@ -388,10 +388,12 @@ def with_batch_norm(statistics):
     return {n: t.clone() for n, t in found.items()}, halves
 
 
+def with_either_batch_norm():
+    return [with_batch_norm(statistics) for statistics in ("per-replica", "global")]
+
+
 def test_batch_statistics_per_replica_are_those_of_each_part():
-    everyone = run_ranks(2, with_batch_norm, "per-replica")
-    for ours, halves in everyone:
+    for (ours, halves), (whole, _) in run_ranks(2, with_either_batch_norm):
         for name, tensor in halves.items():
             torch.testing.assert_close(ours[name], tensor, rtol=1e-11, atol=1e-12)
-    (whole, halves), *_ = run_ranks(2, with_batch_norm, "global")
-    assert abs(float(whole["loss"] - halves["loss"])) > 1e-6
+        assert abs(float(whole["loss"] - halves["loss"])) > 1e-6

@@ -62,7 +62,6 @@ def pairs():
     expected, _ = trained(None, None)
     found = {}
     for name, options in {
-        "both split": (SPLIT, SPLIT),
         "the first splits": (SPLIT, {"mode": "data"}),
         "the second would split": ({"mode": "data"}, SPLIT),
     }.items():
@@ -76,8 +75,9 @@ def test_two_losses_train_one_model_as_on_one_device(ranks):
     for found in run_ranks(ranks, pairs):
         assert all(deviation < 1e-12 for deviation, _ in found.values()), found
         assert {name: split for name, (_, split) in found.items()} == {
-            "both split": True, "the first splits": True, "the second would split": False,
-        }  # fmt: skip
+            "the first splits": True,
+            "the second would split": False,
+        }
 
 
 def in_odd_orders():

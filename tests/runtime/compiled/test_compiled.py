@@ -4,7 +4,7 @@ import itertools
 import re
 import warnings
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -69,17 +69,17 @@ def test_a_stretch_stands_between_two_collectives(float64):
     assert compile(running.source, "", "exec")
 
 
-@pytest.mark.parametrize(("device", "rest"), [("cuda", []), ("cpu", ["embedding", "embedding", "cross_entropy_sum"])])
-def test_on_a_gpu_a_whole_step_of_one_device_is_one_stretch(device, rest):
+def test_on_a_gpu_a_whole_step_of_one_device_is_one_stretch():
     def loss_fn(model, batch):
         return nn.functional.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
 
     model, batch = GPT(16, width=8, heads=2, layers=1, sequence_length=4), torch.zeros(2, 4, dtype=torch.int64)
     program = lower(plan_of(model, loss_fn, batch, Mesh.of(d=1), "data"), 0)
-    running, stretches = in_stretches(program, lambda one: may_be_compiled(one, torch.device(device)))
-    left = [one.call.function.split(".") for one in running.instructions if one.kind == "operator"]
-    assert [name for words in left for name in words if name in ("embedding", "cross_entropy_sum")] == rest
-    assert len(left) > len(rest) or (len(left), len(stretches)) == (0, 1)
+    for device, rest in (("cuda", []), ("cpu", ["embedding", "embedding", "cross_entropy_sum"])):
+        running, stretches = in_stretches(program, partial(may_be_compiled, device=torch.device(device)))
+        left = [one.call.function.split(".") for one in running.instructions if one.kind == "operator"]
+        assert [name for words in left for name in words if name in ("embedding", "cross_entropy_sum")] == rest
+        assert len(left) > len(rest) or (len(left), len(stretches)) == (0, 1)
 
 
 @pytest.mark.parametrize(
@@ -203,6 +203,7 @@ def llama(layers):
 
 
 @pytest.mark.networks
+@pytest.mark.slow
 def test_equal_layers_of_a_llama_are_compiled_once(float64):
     def loss_fn(model, batch):
         return model(input_ids=batch, labels=batch).loss
@@ -255,7 +256,7 @@ class Drawing(nn.Module):
         return functional.alpha_dropout(x * 3, 0.4).square()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_no_random_key_stands_within_a_stretch(ranks):
     """A key is a Python integer, another one in each step: code that holds it would be compiled anew, or repeat it."""
     torch.manual_seed(0)

@@ -227,7 +227,7 @@ def after_a_change(of):
     """How much larger the loss is, and what is predicted, in each precision, once the scale is."""
     sw.init()
     found = []
-    for precision in (None, "bf16", "float32"):
+    for precision in (None, "bf16"):
         scaled, x = Scaled(), torch.ones(2, 4)
         loss_fn = {
             "object": scaled,
@@ -246,4 +246,4 @@ def after_a_change(of):
 @pytest.mark.parametrize("of", ["argument", *(pytest.param(of, marks=pytest.mark.slow) for of in ("object", "method"))])
 def test_loss_functions_that_we_wrap_are_followed_as_others(of):
     [found] = run_ranks(1, after_a_change, of)
-    assert found == pytest.approx([3.0] * 6, rel=1e-3)
+    assert found == pytest.approx([3.0] * 4, rel=1e-3)

@@ -135,7 +135,12 @@ def kinds(program):
 
 @pytest.mark.parametrize(
     ("ranks", "width", "rows", "recomputed"),
-    [(2, 64, 8, ()), (3, 64, 7, ("layers.*",)), (4, 61, 3, ()), (4, 66, 5, ("layers.0",))],
+    [
+        (3, 64, 7, ("layers.*",)),
+        (4, 61, 3, ()),
+        pytest.param(2, 64, 8, (), marks=pytest.mark.slow),
+        pytest.param(4, 66, 5, ("layers.0",), marks=pytest.mark.slow),
+    ],
 )
 def test_sharded_parameters_give_what_one_device_gives(ranks, width, rows, recomputed):
     """Parts are uneven, a rank may have no rows at all, and blocks are computed again."""
@@ -290,7 +295,7 @@ def test_gradients_asked_for_in_part_twice_and_under_hooks():
         assert len(hooked) == 3
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("mode", [torch.inference_mode, pytest.param(torch.no_grad, marks=pytest.mark.slow)])
 def test_a_forward_without_gradients_gives_the_loss(mode):
     model, batch = network()
     plan = sharded(model, batch, 2)
@@ -385,7 +390,7 @@ def test_it_keeps_to_the_limit_of_memory_and_leaves_stretches_whole():
     assert len(in_stretches(most)[1]) == len(in_stretches(without)[1])
 
 
-@pytest.mark.parametrize("rows", [16, 512])
+@pytest.mark.parametrize("rows", [16, pytest.param(512, marks=pytest.mark.slow)])
 def test_the_peak_knows_what_is_under_way(rows, monkeypatch):
     model, batch = network(128, rows=rows)
     plan = sharded(model, batch, 2)

@@ -52,7 +52,7 @@ def calls_with_one_left_out(left_out, first_call):
     return found
 
 
-@pytest.mark.parametrize("first_call", [1, 98])
+@pytest.mark.parametrize("first_call", [98, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_backward_that_one_rank_leaves_out_is_named_in_the_next_call_that_compares(first_call):
     for said in run_ranks(2, calls_with_one_left_out, True, first_call):
         assert said[:2] == ["", ""]
@@ -143,7 +143,7 @@ def waiting_for_one_that_comes_no_more(how):
     ("how", "said"),
     [
         ("ends", "rank 1 has ended after 2 calls"),
-        ("fails", "rank 1 failed in it: ValueError: broken"),
+        pytest.param("fails", "rank 1 failed in it: ValueError: broken", marks=pytest.mark.slow),
         pytest.param("comes", "", marks=pytest.mark.slow),
     ],
 )

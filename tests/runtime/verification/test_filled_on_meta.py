@@ -23,9 +23,9 @@ def build():
     ("seen", "then", "masked"),
     [
         ("torch.ones_like(ids)", "", False),
-        ("torch.ones(2, 8, dtype=torch.bool)", "", False),
         ("torch.ones_like(ids)", "seen[0, 4:] = 0", True),
-        ("torch.zeros_like(ids)", "", True),
+        pytest.param("torch.ones(2, 8, dtype=torch.bool)", "", False, marks=pytest.mark.slow),
+        pytest.param("torch.zeros_like(ids)", "", True, marks=pytest.mark.slow),
     ],
 )
 def test_a_mask_of_ones_on_the_meta_device(tmp_path, monkeypatch, seen, then, masked):

@@ -41,10 +41,6 @@ def verified(name, rows, options):
 # Defects: each patches one thing that every right plan relies on.
 
 
-def unreduced_gradients(patch):
-    patch.setattr(GradientReduction, "reduce", lambda self, keys, gradients, *_: list(gradients))
-
-
 def unreduced_on_rank_one(patch):
     reduce = GradientReduction.reduce
 
@@ -86,7 +82,6 @@ def mask_of_the_part(patch):
 
 # defect -> the network, how it is split, and where the defect must show
 DEFECTS = {
-    unreduced_gradients: ("perceptron", {"mode": "data"}, "gradients", "layers."),
     unreduced_on_rank_one: ("perceptron", {"mode": "data"}, "gradients", "layers.2.weight"),
     bias_on_every_rank: ("perceptron", {"mode": "semi-auto", "pins": {"layers.2": ((1, 2), (1, 2))}}, "loss", "loss"),
     count_of_the_part: ("perceptron", {"mode": "data"}, "loss", "loss"),
