@@ -86,9 +86,14 @@ class Overflowing(torch.nn.Module):
         return self.second(masked) + torch.log(50.0 - x[:, :1])  # not a number from 50 on
 
 
-def exploding(mode, options, where):
+def exploding():
+    """What the guard says of an operator in the second step, and of a parameter before the first."""
+    return [exploding_at(where) for where in ("operator", "parameter")]
+
+
+def exploding_at(where):
     model = Overflowing()
-    trainer, data = trainer_of([sw.NanGuard()], mode, options, model)
+    trainer, data = trainer_of([sw.NanGuard()], model=model)
     if where == "parameter":
         with torch.no_grad():
             model.second.bias[3] = float("inf")
@@ -101,17 +106,13 @@ def exploding(mode, options, where):
             return str(error)
 
 
-def test_the_guard_names_the_first_operator_and_its_rank():
-    for message in run_ranks(3, exploding, "data", {}, "operator"):
+def test_the_guard_names_the_first_operator_and_its_rank_or_a_parameter_that_was_not_finite_before():
+    for message, of_parameter in run_ranks(3, exploding):
         assert message.startswith("the loss is nan at epoch 1, step 2; first on rank 2: aten.log.default in ")
         assert "test_callbacks.py" in message
         assert "torch.log(50.0 - x[:, :1])" in message
         assert "1 NaN of 4 entries" in message
-
-
-def test_the_guard_names_a_parameter_that_was_not_finite_before():
-    for message in run_ranks(2, exploding, "data", {}, "parameter"):
-        assert message == (
+        assert of_parameter == (
             "the loss is nan at epoch 1, step 1; first on rank 0: parameter second.bias, "
             "1 infinite of 12 entries before the step"
         )

@@ -76,14 +76,13 @@ def damaged(folder):
     found["whole"] = *quietly(trainer.resume, f"{directory}/"), trainer.steps
     large = max((directory / names[2]).glob("*.distcp"), key=lambda path: path.stat().st_size)
     flip(large, large.stat().st_size // 2)
-    for name, where in (("newest", "auto"), ("path", directory / names[2]), ("nowhere", folder / "no")):
-        trainer, *_ = trainer_of(directory)
+    trainer, *_ = trainer_of(directory)
+    for name, where in (("path", directory / names[2]), ("nowhere", folder / "no"), ("newest", "auto")):
         found[name] = *quietly(trainer.resume, where), trainer.steps
     flip(directory / names[1] / "checkpoint.json", 200)
     trainer, *_ = trainer_of(directory)
     found["two"] = *quietly(trainer.resume), trainer.steps
     flip(directory / names[0] / "checkpoint.json", 200)
-    trainer, *_ = trainer_of(directory)
     found["all"] = *quietly(trainer.resume), trainer.steps
     trainer, *_ = trainer_of(folder / "empty")
     found["none"] = *quietly(trainer.resume), trainer.steps
@@ -186,9 +185,12 @@ def stream_run(directory, interrupted):
     return losses.seen, trainer.epoch, trainer.steps
 
 
+def stream_runs(folder):
+    """Without an interruption, and interrupted and going on."""
+    return [stream_run(f"{folder}/{name}", cut) for name, cut in (("whole", False), ("parts", True), ("parts", False))]
+
+
 def test_a_stream_goes_on_after_the_last_batch_of_an_epoch(tmp_path):
-    [whole] = run_ranks(1, stream_run, str(tmp_path / "whole"), False)
-    [cut] = run_ranks(1, stream_run, str(tmp_path / "parts"), True)
-    [rest] = run_ranks(1, stream_run, str(tmp_path / "parts"), False)
+    [[whole, cut, rest]] = run_ranks(1, stream_runs, str(tmp_path))
     assert (len(cut[0]), len(whole[0])) == (5, 10)
     assert (cut[0] + rest[0], *rest[1:]) == whole

@@ -41,10 +41,18 @@ def refusal(backend, what, mode):
 
 
 @pytest.mark.filterwarnings("ignore::shardwright.runtime.parallel.EagerFallback")
-@pytest.mark.parametrize("backend", ["gloo", "shm"])
-@pytest.mark.parametrize(("what", "mode"), [
-    ("training", "data"), ("training", "fallback"), ("accumulating", "data"), ("evaluating", "auto"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("backend", "what", "mode"),
+    [
+        ("gloo", "accumulating", "data"),
+        ("shm", "evaluating", "auto"),
+        ("shm", "training", "fallback"),
+        pytest.param("shm", "accumulating", "data", marks=pytest.mark.slow),
+        pytest.param("gloo", "evaluating", "auto", marks=pytest.mark.slow),
+        pytest.param("gloo", "training", "fallback", marks=pytest.mark.slow),
+        *(pytest.param(backend, "training", "data", marks=pytest.mark.slow) for backend in ("gloo", "shm")),
+    ],
+)
 def test_the_rank_that_has_no_more_batches_is_named(backend, what, mode):
     (said, _), (also, steps) = run_ranks(2, refusal, backend, what, mode)
     assert said == also

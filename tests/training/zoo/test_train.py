@@ -127,7 +127,7 @@ def on_random_data(config, output):
 
 def test_random_data_need_no_file_and_say_what_to_expect(tmp_path):
     (tmp_path / "random.yaml").write_text(RANDOM)
-    for messages, samples in run_ranks(3, on_random_data, str(tmp_path / "random.yaml"), str(tmp_path / "run")):
+    for messages, samples in run_ranks(2, on_random_data, str(tmp_path / "random.yaml"), str(tmp_path / "run")):
         assert "one half" in messages[0]
         assert samples == 11
 
