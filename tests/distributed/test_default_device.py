@@ -77,7 +77,7 @@ def predict(model, batch):
 
 
 def train(default, backend, captured, folder):
-    """Two epochs with what a script does in between; the numbers of it."""
+    """An epoch with what a script does beside it; the numbers of it."""
     torch.set_default_device(default)
     world = sw.init(backend)
     with torch.device("cpu"):
@@ -90,15 +90,14 @@ def train(default, backend, captured, folder):
     parallel = sw.parallelize(model, loss_fn, sample, "data", predict_fn=predict, checks="full")
     assert (parallel.plan is not None) == captured
     optimizer = torch.optim.AdamW(parallel.parameters(), 0.01)
-    for _ in range(2):
-        for batch in loader:
-            loss, _ = parallel(batch)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            seen.append(float(loss))
-        sw.checkpoint.save(folder, parallel, optimizer, loader, step=len(seen), asynchronous=True)
-        sw.checkpoint.load(folder, parallel, optimizer, loader)
+    for batch in loader:
+        loss, _ = parallel(batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(float(loss))
+    sw.checkpoint.save(folder, parallel, optimizer, loader, step=len(seen), asynchronous=True)
+    sw.checkpoint.load(folder, parallel, optimizer, loader)
     seen.append(float(parallel.evaluate(batch).loss))
     seen.append(float(parallel.predict(batch).sum()))
     told = ranks_by_messages(Purpose("asking")).gather(world.rank)

@@ -86,6 +86,7 @@ def test_an_allocation_of_slurm_names_the_hosts(job):
     assert logs(job, 3) == ["0 host1\n", "1 host1\n", "2 host2\n"]
 
 
+@pytest.mark.slow
 def test_this_machine_beside_another_meets_where_the_other_one_reaches_it(job, network):
     """Of this machine's addresses the host knows a way to one alone."""
     ended = job.run("-H", "localhost:1,host2:1", "--", "sh", "-c", "echo $RANK $MASTER_ADDR $GLOO_SOCKET_IFNAME")

@@ -41,7 +41,7 @@ def test_a_hostfile_reads_as_it_was_written(hosts, tmp_path_factory):
     assert Hosts.from_hostfile(path) == hosts
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(parts=st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 9)), min_size=1, max_size=9))
 def test_duplicates_add_up_in_the_order_of_their_first(parts):
     hosts = Hosts.from_list(",".join(f"{name}:{slots}" for name, slots in parts))
@@ -50,7 +50,7 @@ def test_duplicates_add_up_in_the_order_of_their_first(parts):
     assert hosts.slots == sum(slots for _, slots in parts)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(st.text(max_size=40))
 def test_any_text_is_read_or_refused(text):
     try:
@@ -196,7 +196,7 @@ def test_a_name_server_that_is_away_holds_nobody(monkeypatch):
 prefixes = st.from_regex(r"[a-z]{1,4}", fullmatch=True)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(
     prefix=prefixes,
     spans=st.lists(st.tuples(st.integers(0, 99), st.integers(0, 5)), min_size=1, max_size=4),

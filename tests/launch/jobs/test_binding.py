@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.launch.supervisor import rank_start
@@ -12,6 +12,7 @@ CORES = len(os.sched_getaffinity(0))
 SCRIPT = "import os; print(sorted(os.sched_getaffinity(0)))\n"
 
 
+@settings(max_examples=40)
 @given(cores=st.integers(1, 40), ranks=st.integers(1, 80))
 def test_ranks_share_evenly_or_not_at_all(cores, ranks):
     shares = [rank_start.share(list(range(cores)), rank, ranks) for rank in range(ranks)]

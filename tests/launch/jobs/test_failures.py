@@ -268,12 +268,13 @@ def test_other_signals_are_passed_on_and_those_of_users_end_nothing(launching, s
         "    signal.signal(signal.SIGUSR1, lambda *_: print('checkpoint', flush=True))\n"
         "    print('up', flush=True)\n    while True: time.sleep(600)\n",
     )
-    launcher = launching.start("-n", "2", *PYTHON, script)
+    launcher = launching.start("-n", "2", "--max-restarts", "2", *PYTHON, script)
     wait_for_ranks(launching, 2)
     launcher.send_signal(signal.SIGUSR1)
     wait_until(lambda: all("checkpoint\n" in launching.log(rank) for rank in (0, 1)), 60, "all have heard of it")
     launcher.send_signal(signum)
-    assert launching.finish(launcher).code == 128 + signum
+    ended = launching.finish(launcher)
+    assert (ended.code, "restart" in ended.stderr) == (128 + signum, False)
     assert launching.log(1) == f"up\ncheckpoint\ngot {int(signum)}\n"
 
 

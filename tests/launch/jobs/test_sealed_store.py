@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
@@ -25,6 +25,7 @@ WORDS = [
 ]
 
 
+@settings(max_examples=40)
 @given(name=st.text(max_size=20), value=st.binary(max_size=300), other=st.text(max_size=20), flip=st.integers(0))
 def test_what_is_sealed_is_opened_by_its_secret_under_its_name_alone(name, value, other, flip):
     sealed = Seal("a").sealed(name, value)

