@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -130,6 +131,10 @@ class Launching:
 
     def log(self, rank: int, stream: str = "stdout", job: str = "1") -> str:
         return (self.folder / "log_output" / job / f"rank.{rank}" / stream).read_text(errors="replace")
+
+    def told(self, name: str, job: str = "1") -> Any:
+        """What a file of the job's folder says, which is JSON."""
+        return json.loads((self.folder / "log_output" / job / name).read_text())
 
     def close(self) -> None:
         """No process outlives a test, also where the test failed."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -41,11 +40,6 @@ STUBBORN = (
     UP + "    for s in (1, 2, 15): signal.signal(s, signal.SIG_IGN)\n"
     "    os.system('setsid sleep 100 & echo $! > grandchild.$RANK')\n    time.sleep(100)\n"
 )
-
-
-def failed(job: ManyHosts) -> Any:
-    """What failed.json says of the first job."""
-    return json.loads((job.folder / "log_output/1/failed.json").read_text())
 
 
 @contextlib.contextmanager

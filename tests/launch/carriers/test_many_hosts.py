@@ -1,6 +1,5 @@
 """Jobs on several hosts do what they do on one: placement, environment, output."""
 
-import json
 import os
 import subprocess
 import sys
@@ -20,10 +19,6 @@ def logs(job, ranks, name="1"):
     return [job.log(rank, job=name) for rank in range(ranks)]
 
 
-def run_json(job, name="1"):
-    return json.loads((job.folder / "log_output" / name / "run.json").read_text())
-
-
 def test_ranks_are_placed_by_slot_or_cpu_and_told_where_they_are(job, network):
     job.write("hosts", "host1 slots=1\nhost2  # as many as it has CPUs\n")
     ended = job.run("--hostfile", "hosts", "--", "sh", "-c", SHOW)
@@ -35,7 +30,7 @@ def test_ranks_are_placed_by_slot_or_cpu_and_told_where_they_are(job, network):
         *(f"{1 + i} {i} 1 {ranks} {cpus} {first} nic2 =nic2 1 host2\n" for i in range(cpus)),
     ]
     assert ended.stdout == logs(job, 1)[0]
-    assert [(h["name"], h["ranks"], h["interface"]) for h in run_json(job)["hosts"]] == [
+    assert [(h["name"], h["ranks"], h["interface"]) for h in job.told("run.json")["hosts"]] == [
         ("host1", [0], "nic1"), ("host2", [*range(1, ranks)], "nic2"),
     ]  # fmt: skip
 
@@ -114,20 +109,6 @@ def test_an_address_that_each_host_has_for_itself_is_not_where_they_meet(job, ne
     assert (refused.code, given.code) == (2, 0)
     assert "the hosts do not reach host1 over TCP, where the ranks are to meet; tried in vain" in refused.stderr
     assert "from host2: 172.30.0.1 (ctr0)" in refused.stderr
-
-
-@pytest.mark.slow
-def test_a_job_in_the_background(job):
-    script = job.write("train.py", "import os, time; print('rank', os.environ['RANK'], flush=True); time.sleep(0.5)")
-    ended = job.run("-H", "host1:1,host2:1", "--detach", "--", sys.executable, script)
-    assert ended.code == 0, ended.stderr
-    assert "runs in the background" in ended.stdout
-    followed = job.run("-f", "--rank", "all", command="logs")
-    assert followed.code == 0
-    assert sorted(followed.stdout.splitlines()) == ["[rank 0] rank 0", "[rank 1] rank 1"]
-    refused = job.run("-H", "host1:1,refused:1", "--detach", "--", "true")
-    assert refused.code == 2
-    assert "refused: no sshd answers there" in refused.stderr
 
 
 AGAIN = """

@@ -1,6 +1,5 @@
 """The failures of a job that two hosts bring along: what is said, how soon, and that no process is left on either."""
 
-import json
 import os
 import signal
 import socket
@@ -12,13 +11,9 @@ from pathlib import Path
 import pytest
 
 from launching import wait_until
-from many_hosts import BOTH, LEASE_S, PYTHON, SLACK_S, SLEEP, STUBBORN, UP, failed, wait_until_alone
+from many_hosts import BOTH, LEASE_S, PYTHON, SLACK_S, SLEEP, STUBBORN, UP, wait_until_alone
 
 pytestmark = pytest.mark.slow
-
-
-def run_json(job):
-    return json.loads((job.folder / "log_output/1/run.json").read_text())
 
 
 # --- ranks
@@ -44,9 +39,9 @@ def test_a_rank_that_fails_is_named_with_its_host(job, how, code, cause):
     assert ended.code == code, ended.stderr
     assert f"rank 1 on host2 failed first: {cause}" in ended.stderr
     assert (job.folder / "told.0").read_text() == "True", "the job is marked as failed before rank 0 is told to end"
-    assert failed(job)["rank"] == 1
-    report = run_json(job)
-    assert report["cause"] == failed(job)["cause"]
+    assert job.told("failed.json")["rank"] == 1
+    report = job.told("run.json")
+    assert report["cause"] == job.told("failed.json")["cause"]
     assert [rank["how"] for rank in report["ranks"]] == ["returned 0", cause]
     assert [host["ranks"] for host in report["hosts"]] == [[0], [1]]
 
@@ -71,8 +66,10 @@ def test_of_two_failures_50_ms_apart_the_first_is_named_though_a_clock_is_5_s_ah
     )  # fmt: skip
     assert ended.returncode == 10 + first, ended.stderr
     assert f"rank {first} on host{first + 1} failed first: exit code {10 + first}" in ended.stderr
-    assert run_json(job)["started_s"] < failed(job)["time_s"] < run_json(job)["ended_s"], "by this host's clock"
-    ahead = {host["name"]: host["clock_ahead_s"] for host in run_json(job)["hosts"]}
+    assert job.told("run.json")["started_s"] < job.told("failed.json")["time_s"] < job.told("run.json")["ended_s"], (
+        "by this host's clock"
+    )
+    ahead = {host["name"]: host["clock_ahead_s"] for host in job.told("run.json")["hosts"]}
     assert ahead["host1"] == pytest.approx(5, abs=1)
     assert ahead["host2"] == pytest.approx(0, abs=1)
 
@@ -108,7 +105,7 @@ def test_an_agent_killed_with_sigkill_is_told_as_the_loss_of_its_host(job):
     assert ended.code == 1, ended.stderr
     killed = "the agent of host2, which stands there above the ranks, was killed by a signal, and all ranks with it"
     assert killed in ended.stderr
-    assert failed(job)["rank"] is None
+    assert job.told("failed.json")["rank"] is None
 
 
 def test_a_lost_host_is_the_cause_of_what_its_peers_complain_about(job):
@@ -128,7 +125,7 @@ def test_a_lost_host_is_the_cause_of_what_its_peers_complain_about(job):
     assert ended.code == 1
     assert "shardwright: the agent of host2, which stands there above the ranks, was killed by" in ended.stderr
     assert "failed first" not in ended.stderr
-    assert failed(job)["rank"] is None
+    assert job.told("failed.json")["rank"] is None
 
 
 def test_a_killed_ssh_client_is_told(job):

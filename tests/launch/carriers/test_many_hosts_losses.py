@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from many_hosts import BOTH, LEASE_S, PYTHON, SLACK_S, SLEEP, STUBBORN, failed, jobs_on_hosts, wait_until_alone
+from many_hosts import BOTH, LEASE_S, PYTHON, SLACK_S, SLEEP, STUBBORN, jobs_on_hosts, wait_until_alone
 
 pytestmark = pytest.mark.slow
 
@@ -48,7 +48,7 @@ def test_half_the_hosts_die_in_the_middle(tmp_path, how):
         assert lost in ({"host3"}, {"host4"}, {"host3", "host4"}), ended.stderr
         assert "failed first" not in ended.stderr
         assert "ranks 0-3 had to be killed" in ended.stderr
-        assert failed(job)["rank"] is None
+        assert job.told("failed.json")["rank"] is None
         for rank in range(4, 8):  # nobody was left to remove the folders of the job there
             shutil.rmtree(Path((job.folder / f"scratch.{rank}").read_text()), ignore_errors=True)
 

@@ -1,6 +1,5 @@
 """Jobs that hang: what the launcher says, which exit code it has, and what is left in the job's folder."""
 
-import json
 import re
 import shutil
 import sys
@@ -9,10 +8,6 @@ from pathlib import Path
 import pytest
 
 from stalling import TRAINING
-
-
-def run_json(launching, job="1"):
-    return json.loads((launching.folder / "log_output" / job / "run.json").read_text())
 
 
 def report(launching, job="1"):
@@ -28,10 +23,10 @@ def test_a_rank_that_sleeps_is_shown_though_it_was_not_forked_from_the_zygote(la
     text = report(launching)
     assert "waits in" in text
     assert "py-spy" in text, "either it has read the stacks, or it is named as what could have"
-    assert json.loads((launching.folder / "log_output/1/failed.json").read_text())["rank"] is None
-    assert run_json(launching)["exit_code"] == 124
-    assert "no rank has finished a step" in run_json(launching)["cause"]
-    assert run_json(launching)["stalls"] == ["stall-1.txt"]
+    assert launching.told("failed.json")["rank"] is None
+    assert launching.told("run.json")["exit_code"] == 124
+    assert "no rank has finished a step" in launching.told("run.json")["cause"]
+    assert launching.told("run.json")["stalls"] == ["stall-1.txt"]
 
 
 @pytest.mark.slow
@@ -61,7 +56,10 @@ def test_a_hang_that_is_only_reported_goes_on(launching):
     assert said.count(told) == 2, "once for each hang"
     assert said.count("shardwright: the ranks get on again") == 2
     assert not (launching.folder / "log_output/1/failed.json").exists()
-    assert (run_json(launching)["stalls"], run_json(launching)["exit_code"]) == (["stall-1.txt", "stall-2.txt"], 0)
+    assert (launching.told("run.json")["stalls"], launching.told("run.json")["exit_code"]) == (
+        ["stall-1.txt", "stall-2.txt"],
+        0,
+    )
 
 
 def test_without_the_option_a_quiet_job_is_told_of_it_once(launching, refused):
@@ -116,7 +114,7 @@ def test_a_rank_that_is_stopped_inside_a_step_is_named_with_what_the_others_wait
     )
     assert re.search(named, ended.stderr), ended.stderr
     assert "2 ranks in all_reduce of step 4 for the loss (0, 2)" in ended.stderr
-    assert json.loads((launching.folder / "log_output/1/failed.json").read_text())["rank"] == 1
+    assert launching.told("failed.json")["rank"] == 1
     text = report(launching)
     assert text.count("in all_reduce\n") >= 2, "the stacks of those that wait"
     assert "supervisor/zygote.py" not in text

@@ -1,6 +1,5 @@
 """Jobs on two hosts that hang: the ranks of both are asked, and the one that holds the others up is named."""
 
-import json
 import re
 
 import pytest
@@ -28,7 +27,7 @@ def test_a_rank_that_is_stopped_is_named_with_its_host(job):
     assert re.search(named, ended.stderr), ended.stderr
     assert re.findall("--- rank (.*), pid", report(job)) == ["0 on host1", "1 on host1", "2 on host2", "3 on host2"]
     assert report(job).count("main thread, by ") >= 3
-    run = json.loads((job.folder / "log_output/1/run.json").read_text())
+    run = job.told("run.json")
     assert run["exit_code"] == 124
     assert "rank 3 on host2 is stopped" in run["cause"]
 

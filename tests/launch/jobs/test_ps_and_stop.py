@@ -1,6 +1,5 @@
 """What `shardwright ps` shows and `shardwright stop` ends, on this host and on others."""
 
-import json
 import os
 import signal
 import stat
@@ -55,7 +54,8 @@ def test_ps_lists_a_job_and_stop_ends_it(launching):
     assert shown(launching, name) is None
 
 
-def test_stop_again_kills_what_would_not_end(launching):
+@pytest.mark.parametrize("now", [[], pytest.param(["--now"], marks=pytest.mark.slow)])
+def test_stop_again_or_now_kills_what_would_not_end(launching, now):
     """Also where the launcher, behind a shell's &, ignores SIGINT. The job is named by the folder of its logs."""
     script = launching.write("train.py", SLEEP)
     ignores = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)}
@@ -63,7 +63,7 @@ def test_stop_again_kills_what_would_not_end(launching):
     launching.wait_for_file("up.1")
     first = launching.start("log_output/1", command="stop")
     wait_until(lambda: (shown(launching, "1") or [""] * 2)[1] == "stopping", 60, "ps shows that the job is to end")
-    second = launching.run("log_output/1", command="stop")
+    second = launching.run("log_output/1", *now, command="stop")
     assert second.code == 0
     assert "killing the 2 ranks of job 1 on " in second.stdout
     assert launching.finish(first).code == 0
@@ -73,15 +73,11 @@ def test_stop_again_kills_what_would_not_end(launching):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["now", "stopped"])
-def test_stop_now_and_a_launcher_that_is_stopped(launching, how):
-    script = launching.write("train.py", SLEEP)
-    launcher = launching.start("-n", "1", "--grace", "600", *PYTHON, script, *(["15"] if how == "now" else []))
+def test_a_launcher_that_is_stopped_ends_its_job(launching):
+    launcher = launching.start("-n", "1", "--grace", "600", *PYTHON, launching.write("train.py", SLEEP))
     launching.wait_for_file("up.0")
-    if how == "stopped":
-        launcher.send_signal(signal.SIGSTOP)
-    words = ["--now"] if how == "now" else []
-    assert launching.run(*words, "./log_output/1", command="stop").code == 0
+    launcher.send_signal(signal.SIGSTOP)
+    assert launching.run("./log_output/1", command="stop").code == 0
     assert launching.finish(launcher).code == 143
 
 
@@ -92,7 +88,7 @@ def test_a_job_that_waits_to_restart_is_shown_and_stopped(launching):
     wait_until(lambda: (line := shown(launching, "1")) and (line[1], line[6]) == waits, 60, "it waits")
     assert launching.run("log_output/1", command="stop").code == 0
     assert launching.finish(launcher).code == 143
-    assert json.loads((launching.folder / "log_output/1/job.json").read_text())["status"] == "interrupted"
+    assert launching.told("job.json")["status"] == "interrupted"
 
 
 def test_a_job_whose_launcher_was_killed_is_shown_as_lost_and_cleared(launching):

@@ -1,6 +1,5 @@
 """A job that fails begins again: when, how often, with what, and what is told and kept of it."""
 
-import json
 import math
 import os
 import re
@@ -38,10 +37,6 @@ ATTEMPT = """
 FAILS_ONCE = ATTEMPT + "    if attempt == 0: rank == 1 and os._exit(3); time.sleep(600)\n"
 
 
-def read(launching, name, job="1"):
-    return json.loads((launching.folder / "log_output" / job / name).read_text())
-
-
 def test_a_rank_that_fails_once_is_restarted_with_a_meeting_point_of_its_own(launching):
     script = launching.write("train.py", FAILS_ONCE)
     ended = launching.run("-n", "2", "--max-restarts", "3", *PYTHON, script)
@@ -57,7 +52,7 @@ def test_a_rank_that_fails_once_is_restarted_with_a_meeting_point_of_its_own(lau
     assert run != run_2
     assert marked == "False", "the mark of the first failure is gone"
     assert launching.log(1, "stderr").startswith("[shardwright: restart 1 of 3, ")
-    report = read(launching, "run.json")
+    report = launching.told("run.json")
     assert (report["status"], report["exit_code"], report["restarts"]) == ("succeeded", 0, 1)
     attempts = report["attempts"]
     assert [(a["cause"], a["exit_code"], a["ranks"], a["hosts"]) for a in attempts] == [
@@ -65,7 +60,7 @@ def test_a_rank_that_fails_once_is_restarted_with_a_meeting_point_of_its_own(lau
     ]  # fmt: skip
     assert attempts[0]["started_s"] < attempts[0]["ended_s"] < attempts[1]["started_s"] < attempts[1]["ended_s"]
     assert attempts[0]["ended_s"] + 1 <= attempts[1]["started_s"]
-    assert read(launching, "job.json")["restarts"] == 1
+    assert launching.told("job.json")["restarts"] == 1
     assert not (launching.folder / "log_output/1/failed.json").exists()
 
 
@@ -76,9 +71,9 @@ def test_restarts_used_up_end_with_the_last_failure(launching):
     assert ended.code == 11
     assert "restart 1 of 1 on" in ended.stderr
     assert "the job has failed 2 times; --max-restarts 1 is used up" in ended.stderr
-    assert read(launching, "failed.json")["cause"] == "rank 0 failed first: exit code 11"
-    assert read(launching, "job.json")["status"] == "failed"
-    assert [a["exit_code"] for a in read(launching, "run.json")["attempts"]] == [10, 11]
+    assert launching.told("failed.json")["cause"] == "rank 0 failed first: exit code 11"
+    assert launching.told("job.json")["status"] == "failed"
+    assert [a["exit_code"] for a in launching.told("run.json")["attempts"]] == [10, 11]
 
 
 @pytest.mark.slow
@@ -87,7 +82,7 @@ def test_the_error_of_an_attempt_is_not_taken_for_the_next_one_s(launching):
     script = launching.write("train.py", "import os\nraise ValueError(os.environ['TORCHELASTIC_RESTART_COUNT'])\n")
     ended = launching.run("-n", "1", "--max-restarts", "1", script)
     assert ended.code == 1
-    assert [a["cause"] for a in read(launching, "run.json")["attempts"]] == [
+    assert [a["cause"] for a in launching.told("run.json")["attempts"]] == [
         f"rank 0 failed first: exit code 1, ValueError: {attempt}" for attempt in (0, 1)
     ]
 
@@ -114,9 +109,9 @@ def test_a_signal_in_the_pause_ends_the_job_at_once(launching, signum):
     ended = launching.finish(launcher)
     assert ended.code == 128 + signum
     assert f"{signal.Signals(signum).name}: the job is not restarted" in ended.stderr
-    report = read(launching, "run.json")
+    report = launching.told("run.json")
     assert (report["status"], report["exit_code"], len(report["attempts"])) == ("interrupted", 128 + signum, 2)
-    assert read(launching, "job.json")["status"] == "interrupted"
+    assert launching.told("job.json")["status"] == "interrupted"
 
 
 def test_the_pause_is_doubled_for_what_fails_as_soon_as_it_has_started():
@@ -140,7 +135,7 @@ def test_a_signal_while_a_failed_job_ends_restarts_nothing(launching):
     ended = launching.finish(launcher)
     assert ended.code == 3
     assert "SIGINT: the job is not restarted" in ended.stderr
-    assert read(launching, "job.json")["status"] == "failed"
+    assert launching.told("job.json")["status"] == "failed"
 
 
 @pytest.mark.slow
@@ -151,7 +146,7 @@ def test_a_supervisor_that_cannot_import_torch_any_more_is_another_failure(launc
     assert ended.code == 1
     assert "ImportError: gone" in ended.stderr
     assert "the job has failed 2 times; --max-restarts 1 is used up" in ended.stderr
-    assert read(launching, "job.json")["exit_code"] == 1
+    assert launching.told("job.json")["exit_code"] == 1
 
 
 @pytest.mark.slow
@@ -166,7 +161,7 @@ def test_a_full_log_disk_is_no_reason_not_to_begin_again(launching):
         ended = launching.run("-n", "1", "--tee", "none", "--max-restarts", "1", *PYTHON, script)
         assert ended.code == 0, ended.stderr
         assert "log_output/1/rank.0/stdout cannot be written: No space left on device" in ended.stderr
-        assert read(launching, "job.json")["status"] == "succeeded"
+        assert launching.told("job.json")["status"] == "succeeded"
     finally:
         subprocess.run(["umount", "log_output"], cwd=launching.folder, check=True)
 

@@ -54,10 +54,6 @@ def assert_same_losses(job, name, undisturbed):
     assert printed == pytest.approx(all_losses, rel=0, abs=1e-6)
 
 
-def run_json(job, name):
-    return json.loads((job.folder / "log_output" / name / "run.json").read_text())
-
-
 def newest(folder):
     """The step of the newest checkpoint, 0 without any."""
     steps = [
@@ -105,7 +101,7 @@ def disturbed(job, where, epochs, kills, ranks, more=()):
     kill_ranks(job, launcher, job.folder / "wild", kills, ranks)
     ended = job.finish(launcher, 900)
     assert ended.code == 0, ended.stderr
-    report = run_json(job, "wild")
+    report = job.told("run.json", "wild")
     assert (report["status"], report["restarts"]) == ("succeeded", kills)
     causes = [attempt["cause"] for attempt in report["attempts"]]
     # Within half a minute of an out-of-memory kill anywhere on this machine, ours may be taken for one.
@@ -162,7 +158,7 @@ def test_half_the_hosts_die(tmp_path, elastic):
             network.cut("host3")
             ended = job.finish(launcher, 900)
             network.mend("host3")
-            report = run_json(job, "wild")
+            report = job.told("run.json", "wild")
             if elastic:
                 assert ended.code == 0, ended.stderr
                 assert report["restarts"] in (1, 2)

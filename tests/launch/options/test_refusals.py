@@ -41,6 +41,8 @@ REFUSED = [
     (["-x", "NOT_SET_HERE", "train.py"], "NOT_SET_HERE is not set here; type -x NOT_SET_HERE=value"),
     (["-x", "MASTER_PORT=1", "train.py"], "sets MASTER_PORT for each rank itself; type --port"),
     (["--grace", "-1", "train.py"], "--grace -1.0 is no time"),
+    (["--save-graphs", "graphs:3", "train.py"], "save_graphs has level 3; 1 dumps the strategies, 2 the program of"),
+    (["--save-graphs", ":1", "train.py"], "names no folder; type --save-graphs DIR, or DIR:1 for the strategies"),
     (["-x", "GLOO_SOCKET_IFNAME=no0", "train.py"], "GLOO_SOCKET_IFNAME=no0 names none of its devices, which are "),
 ]
 
