@@ -47,9 +47,6 @@ def refusal(backend, what, mode):
         ("gloo", "accumulating", "data"),
         ("shm", "evaluating", "auto"),
         ("shm", "training", "fallback"),
-        pytest.param("shm", "accumulating", "data", marks=pytest.mark.slow),
-        pytest.param("gloo", "evaluating", "auto", marks=pytest.mark.slow),
-        pytest.param("gloo", "training", "fallback", marks=pytest.mark.slow),
         *(pytest.param(backend, "training", "data", marks=pytest.mark.slow) for backend in ("gloo", "shm")),
     ],
 )

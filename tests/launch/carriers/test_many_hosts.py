@@ -74,14 +74,6 @@ def test_a_noisy_shell_and_a_host_without_this_package(job):
 
 
 @pytest.mark.slow
-def test_an_allocation_of_slurm_names_the_hosts(job):
-    allocation = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "host[1-2]", "SLURM_TASKS_PER_NODE": "2,1"}
-    ended = job.run("--", "sh", "-c", "echo $RANK $(hostname)", env=allocation)
-    assert ended.code == 0, ended.stderr
-    assert logs(job, 3) == ["0 host1\n", "1 host1\n", "2 host2\n"]
-
-
-@pytest.mark.slow
 def test_this_machine_beside_another_meets_where_the_other_one_reaches_it(job, network):
     """Of this machine's addresses the host knows a way to one alone."""
     ended = job.run("-H", "localhost:1,host2:1", "--", "sh", "-c", "echo $RANK $MASTER_ADDR $GLOO_SOCKET_IFNAME")

@@ -310,25 +310,6 @@ def test_an_exception_counts_from_when_it_was_raised(launching):
     assert ended.code == 1
 
 
-@pytest.mark.slow
-def test_the_error_file_of_torchelastic_is_honoured(launching):
-    script = launching.write(
-        "train.py",
-        """
-    import sys
-    from torch.distributed.elastic.multiprocessing.errors import record
-    @record
-    def main():
-        sys.stderr.close()
-        raise ValueError("seen by @record alone")
-    main()
-    """,
-    )
-    ended = launching.run("-n", "1", "--no-preload", script)
-    assert ended.code == 1
-    assert "rank 0 failed first: exit code 1, ValueError: seen by @record alone" in ended.stderr
-
-
 def test_ctrl_c_at_a_terminal_lets_ranks_end_by_themselves(launching):
     """It goes to the launcher alone, which passes it on once."""
     script = interruptible(launching, ignore=False)

@@ -5,8 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from hosts import host_network
-from launching import COMMAND
 from shardwright.errors import UsageError
 from shardwright.launch.hosts.hosts import Hosts
 from shardwright.launch.hosts.rank_table import RankTable
@@ -76,21 +74,3 @@ def test_the_devices_of_a_table_are_the_gpus_that_the_ranks_see(monkeypatch):
         UsageError, match="gives out the devices 5, but this host has the GPUs 0 to 4; to run on its CPUs"
     ):
         table_gpus(by_rank, {})
-
-
-@pytest.fixture(scope="module")
-def network(tmp_path_factory):
-    with host_network(2, tmp_path_factory.mktemp("hosts")) as network:
-        yield network
-
-
-@pytest.mark.slow
-def test_each_host_launches_its_own_table(network, tmp_path):
-    for name, host in network.hosts.items():
-        (tmp_path / f"{name}.json").write_text(RankTable.from_hosts(Hosts.from_list(f"{host.address}:2")).to_json())
-
-    def launch(host, table):
-        return network.ssh(host, f"cd {tmp_path} && {COMMAND} launch --rank-table {table} -- sh -c 'echo $DEVICE_NUM'")
-
-    assert launch("host1", "host1.json").stdout == "2\n"
-    assert launch("host2", "host2.json").stdout == "2\n"

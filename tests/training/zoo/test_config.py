@@ -1,10 +1,6 @@
 """Configurations: what is refused, in which words, and what is read."""
 
 import itertools
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -261,12 +257,3 @@ def test_one_process_of_many_cannot_train_alone(mnist, monkeypatch):
         monkeypatch.setenv(name, value)
     [line] = problems("mnist_mlp", f"data.root={mnist}", "system.distribute=false")
     assert line.startswith("system.distribute: false trains alone, but torchrun started 4 processes")
-
-
-@pytest.mark.slow
-def test_a_wrong_configuration_starts_no_process(tmp_path):
-    command = [Path(sys.executable).with_name("shardwright"), "train", "-n", "4", "--config", "quickstart"]
-    done = subprocess.run([*command, "-o", "train.stps=3"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[1].strip() == "train.stps is unknown; did you mean train.steps?"
-    assert os.listdir(tmp_path) == []
