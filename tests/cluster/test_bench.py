@@ -197,10 +197,7 @@ def drop_messages(rank):
 
 @pytest.mark.parametrize(
     ("name", "corrupt"),
-    [
-        ("all_reduce", corrupt_all_reduce),
-        pytest.param("all_to_all", corrupt_all_to_all, marks=pytest.mark.slow),
-    ],
+    [("all_reduce", corrupt_all_reduce), pytest.param("all_to_all", corrupt_all_to_all, marks=pytest.mark.slow)],
 )
 def test_one_corrupt_element_is_one_wrong(name, corrupt):
     (text, ok, _), _ = run_ranks(2, measured, options(name, min_bytes=256, max_bytes=256), corrupt)

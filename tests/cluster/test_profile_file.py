@@ -15,12 +15,7 @@ from ranks import run_ranks
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.mesh.redistribute import Collective
 from shardwright.compiler.plan.pricing.cost import Seconds
-from shardwright.compiler.plan.pricing.hardware import (
-    Hardware,
-    for_device,
-    read_hardware,
-    shipped,
-)
+from shardwright.compiler.plan.pricing.hardware import Hardware, for_device, read_hardware, shipped
 from shardwright.compiler.plan.pricing.links import Curve, LinkCost, Segment
 from shardwright.distributed.backends.table import BACKENDS
 from shardwright.distributed.world import World

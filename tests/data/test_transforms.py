@@ -9,13 +9,7 @@ from torch.nn import functional as F
 
 import shardwright as sw
 from shardwright.data.images import LabelledImages
-from shardwright.data.transforms import (
-    Compose,
-    Keys,
-    Normalise,
-    RandomCrop,
-    RandomHorizontalFlip,
-)
+from shardwright.data.transforms import Compose, Keys, Normalise, RandomCrop, RandomHorizontalFlip
 from shardwright.errors import UsageError
 
 AUGMENT = Compose([RandomCrop(12, padding=2), RandomHorizontalFlip(), Normalise([0.5], [0.25])])

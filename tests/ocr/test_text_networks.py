@@ -89,10 +89,7 @@ def test_scale_fusion_weighs_the_levels_as_the_paper_says(channel_attention):
 
 @pytest.mark.parametrize(
     ("out_stages", "channels"),
-    [
-        ((4, 6, 9, 17), [16, 24, 40, 80]),
-        pytest.param((5, 8, 11, 16), [16, 24, 40, 80], marks=pytest.mark.slow),
-    ],
+    [((4, 6, 9, 17), [16, 24, 40, 80]), pytest.param((5, 8, 11, 16), [16, 24, 40, 80], marks=pytest.mark.slow)],
 )
 def test_stages_of_a_mobilenet_end_where_they_are_told_to(out_stages, channels):
     with torch.device("meta"):

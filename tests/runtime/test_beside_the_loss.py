@@ -181,11 +181,7 @@ def added_up(mode, options):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "mode", "options"),
-    [
-        (2, "data", {}),
-        pytest.param(1, "data", {"compile": True}, marks=pytest.mark.slow),
-    ],
+    ("ranks", "mode", "options"), [(2, "data", {}), pytest.param(1, "data", {"compile": True}, marks=pytest.mark.slow)]
 )
 def test_a_backward_that_comes_to_what_is_beside_the_loss_is_refused(ranks, mode, options):
     for said in run_ranks(ranks, added_up, mode, options):

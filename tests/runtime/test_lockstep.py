@@ -94,12 +94,7 @@ PARTS = "UsageError: the parts of the batch do not fit together: rank 0 passed f
 CASES = [
     (shorter, "global", Mean, f"{ALIKE}passes a batch of float32[6, 3, 4]; all ranks must"),
     (of_two_values, "global", Mean, f"{ALIKE}passes a batch of float32[8, 3, 4] with model.temperature = 2.0;"),
-    (
-        fewer,
-        "global",
-        Mean,
-        f"{ALIKE}has ended after 4 calls; all ranks must make the same calls, as often",
-    ),
+    (fewer, "global", Mean, f"{ALIKE}has ended after 4 calls; all ranks must make the same calls, as often"),
     (no_tensor, "global", Mean, "WorldError: rank 1 failed in call 5 of the model: UsageError: batch is a ndarray"),
     (of_two_lengths, "local", Mean, f"{PARTS}float32[4, 4, 4];"),
     (to_predict, "local", Mean, f"{PARTS}float32[4, 3, 4];"),

@@ -137,10 +137,7 @@ def split(ranks):
     return {"mode": "semi-auto", "pins": pins}
 
 
-CASES = [
-    pytest.param(2, scaled, {"mode": "data"}, 2, marks=pytest.mark.slow),
-    (2, None, split(2), 0.85),
-]
+CASES = [pytest.param(2, scaled, {"mode": "data"}, 2, marks=pytest.mark.slow), (2, None, split(2), 0.85)]
 
 
 @pytest.mark.parametrize(("ranks", "init", "options", "share"), CASES, ids=["data", "split"])

@@ -61,10 +61,7 @@ def one_step(kind, mode, options, rows):
 
 @pytest.mark.parametrize(
     ("kind", "mode", "options", "rows"),
-    [
-        ("local", "auto", GRID, 7),
-        pytest.param("loader", "auto", GRID, 3, marks=pytest.mark.slow),
-    ],
+    [("local", "auto", GRID, 7), pytest.param("loader", "auto", GRID, 3, marks=pytest.mark.slow)],
 )
 def test_a_batch_of_any_shape_given_in_any_way(kind, mode, options, rows):
     [(loss, gradients, _, predicted)] = run_ranks(1, one_step, "global", "single", {}, rows)

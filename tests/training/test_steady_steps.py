@@ -158,8 +158,7 @@ APART = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "what"),
-    [("captured", "weights"), *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES)],
+    ("kind", "what"), [("captured", "weights"), *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES)]
 )
 def test_ranks_on_gpus_compare_in_the_next_call_what_they_were_asked_for_in_one(kind, what):
     # Where a GPU is told to assert it; and what ranks tell each other of the calls that they have made, not of a GPU.

@@ -12,10 +12,7 @@ from ranks import run_ranks
 from shardwright.errors import UsageError
 
 # Splits by the batch, and by the parameters: the first operator pinned over its output channels or features.
-MODES = {
-    "data": ("data", {}),
-    "tensor": ("semi-auto", {"pins": {"layers.0": ((1, 1), (2, 1), None)}, "mesh": "tp=2"}),
-}
+MODES = {"data": ("data", {}), "tensor": ("semi-auto", {"pins": {"layers.0": ((1, 1), (2, 1), None)}, "mesh": "tp=2"})}
 
 
 def batches_of(name, sizes):

@@ -107,11 +107,7 @@ def test_an_empty_part_shows_shapes_and_types():
     ("source", "arguments", "message"),
     [
         (count(0), {}, "got a generator, which can be read only once; expected .* pass the function that makes it"),
-        (
-            count,
-            {"shuffle": True},
-            "count is a stream: its samples .* order of their own.* remove shuffle=True",
-        ),
+        (count, {"shuffle": True}, "count is a stream: its samples .* order of their own.* remove shuffle=True"),
         (count, {"num_workers": 2}, "each process reads them all; remove num_workers=2"),
         (Iterable(), {"shuffle": True}, "Iterable is a stream"),
     ],

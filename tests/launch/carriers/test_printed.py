@@ -261,17 +261,7 @@ def test_the_name_of_a_job_is_one_word_for_sbatch(launched, job):
     assert sbatch_words(line) == [f"--job-name={job}"]
 
 
-NO_NAMES = [
-    "a\ntouch evil",
-    "\x1b[2J",
-    "a\x00b",
-    "a\u2028b",
-    "",
-    "..",
-    ".a",
-    "a/b",
-    "a" * 256,
-]
+NO_NAMES = ["a\ntouch evil", "\x1b[2J", "a\x00b", "a\u2028b", "", "..", ".a", "a/b", "a" * 256]
 
 
 @pytest.mark.parametrize("job", NO_NAMES, ids=ascii)

@@ -12,10 +12,7 @@ import shardwright.launch.hosts.hosts as hosts_module
 from shardwright.errors import UsageError, WorldError
 from shardwright.launch.hosts.hosts import MOST_SLOTS, Host, Hosts, expand_hosts, expand_tasks, is_this_host, own_slots
 
-names = st.one_of(
-    st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,12}", fullmatch=True),
-    st.ip_addresses().map(str),
-)
+names = st.one_of(st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,12}", fullmatch=True), st.ip_addresses().map(str))
 users = st.none() | st.from_regex(r"[a-z_][a-z0-9_.-]{0,8}", fullmatch=True)
 
 

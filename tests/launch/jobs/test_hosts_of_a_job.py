@@ -39,10 +39,7 @@ def test_ranks_beyond_the_slots_are_refused():
 
 
 def test_ranks_by_table_keep_their_places():
-    servers = (
-        Server("b", (TableDevice(0, 3), TableDevice(1, 0))),
-        Server("a", (TableDevice(4, 2), TableDevice(5, 1))),
-    )
+    servers = (Server("b", (TableDevice(0, 3), TableDevice(1, 0))), Server("a", (TableDevice(4, 2), TableDevice(5, 1))))
     placed = Placement.by_table(RankTable(servers))
     assert [host.name for host in placed.hosts] == ["b", "a"]
     assert placed.ranks == ((0, 3), (1, 2))

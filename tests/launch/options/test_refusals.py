@@ -97,10 +97,7 @@ def test_a_bare_name_is_a_file_here_or_our_command_or_a_program_on_the_path(tmp_
 @pytest.mark.parametrize(
     ("torch", "message"),
     [
-        (
-            "raise ModuleNotFoundError(\"No module named 'torch'\")",
-            "-m pip install torch`",
-        ),
+        ("raise ModuleNotFoundError(\"No module named 'torch'\")", "-m pip install torch`"),
         ("raise ImportError('libcudart.so.12: cannot open')", "`pip install torch` may mend it\nTraceback"),
         ("import os; os.kill(os.getpid(), 11)", "the supervisor of the ranks was killed by SIGSEGV while it imported"),
     ],

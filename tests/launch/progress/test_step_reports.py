@@ -74,10 +74,7 @@ def test_a_line_says_what_the_steps_since_the_last_took(monkeypatch):
         clock.passes(3.0 if number == 1 else 0.0)  # a checkpoint or a validation, which belongs to no step
         steps.communicating_s += 2.0
     first = {"step": 1, "steps": 1, "seconds": 0.5, "data_s": 0.1, "samples": 32, "communicating_s": 0.05}
-    assert told(lines) == [
-        first | {"held_bytes": 7, "loss": 1.0},
-        first | {"step": 2, "held_bytes": 7, "loss": 2.0},
-    ]
+    assert told(lines) == [first | {"held_bytes": 7, "loss": 1.0}, first | {"step": 2, "held_bytes": 7, "loss": 2.0}]
     steps.open()  # the epoch has no more batches
     steps.finish()
     assert told(lines[2:]) == [first | {"step": 3, "loss": 3.0}]

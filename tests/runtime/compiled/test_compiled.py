@@ -83,8 +83,7 @@ def test_on_a_gpu_a_whole_step_of_one_device_is_one_stretch():
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"),
-    [("perceptron", "data"), pytest.param("transformer", "auto", marks=pytest.mark.slow)],
+    ("name", "mode"), [("perceptron", "data"), pytest.param("transformer", "auto", marks=pytest.mark.slow)]
 )
 def test_a_compiled_program_gives_the_same(float64, capfd, name, mode):
     model, batch, plan = planned(name, mode)

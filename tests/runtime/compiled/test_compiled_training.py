@@ -43,13 +43,7 @@ def losses(name, mode, options):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("name", "mode", "options"),
-    [
-        ("transformer", "auto", {}),
-        ("resnet", "data", {}),
-    ],
-)
+@pytest.mark.parametrize(("name", "mode", "options"), [("transformer", "auto", {}), ("resnet", "data", {})])
 def test_the_losses_are_those_of_one_device(tmp_path, name, mode, options):
     [expected] = run_ranks(1, losses, name, "single", {})
     kept = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}

@@ -14,11 +14,7 @@ from shardwright.runtime.graphs import captures
 from shardwright.runtime.graphs.captures import Captures, NewShape
 from shardwright.runtime.graphs.dynamic import dynamic_problem
 
-PLANS = {
-    "data": {"mode": "data"},
-    "auto": {"mode": "auto"},
-    "propagation": {"mode": "auto", "search": "propagation"},
-}
+PLANS = {"data": {"mode": "data"}, "auto": {"mode": "auto"}, "propagation": {"mode": "auto", "search": "propagation"}}
 
 
 class Reader(nn.Module):

@@ -82,10 +82,7 @@ def trained(how, mode, first):
 
 @pytest.mark.parametrize(
     ("ranks", "how", "mode", "first"),
-    [
-        (2, "local", "data", "plain"),
-        pytest.param(3, "local", "auto", "padded", marks=pytest.mark.slow),
-    ],
+    [(2, "local", "data", "plain"), pytest.param(3, "local", "auto", "padded", marks=pytest.mark.slow)],
 )
 def test_steps_equal_plain_pytorch_whether_or_not_a_batch_is_padded(ranks, how, mode, first):
     for ours, expected, state, plain, masks in run_ranks(ranks, trained, how, mode, first):

@@ -133,10 +133,7 @@ def kinds(program):
     return [instruction.kind for instruction in program.instructions]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "width", "rows", "recomputed"),
-    [(3, 64, 7, ("layers.*",)), (4, 61, 3, ())],
-)
+@pytest.mark.parametrize(("ranks", "width", "rows", "recomputed"), [(3, 64, 7, ("layers.*",)), (4, 61, 3, ())])
 def test_sharded_parameters_give_what_one_device_gives(ranks, width, rows, recomputed):
     """Parts are uneven, a rank may have no rows at all, and blocks are computed again."""
     model, batch = network(width, rows=rows)

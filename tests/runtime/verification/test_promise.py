@@ -21,10 +21,7 @@ def pins_of(network, n):
     return {
         "perceptron": {"layers.0": ((1, 1), (n, 1), None), "layers.2": ((1, n), (1, n), None)},
         "resnet": {"blocks.1.conv1": ((1, 1, 1, 1), (n, 1, 1, 1)), "blocks.1.conv2": ((1, n, 1, 1), (1, n, 1, 1))},
-        "transformer": {
-            "layers.*.up": ((1, 1, 1), (n, 1), None),
-            "layers.*.down": ((1, 1, n), (1, n), None),
-        },
+        "transformer": {"layers.*.up": ((1, 1, 1), (n, 1), None), "layers.*.down": ((1, 1, n), (1, n), None)},
     }[network]
 
 
@@ -57,8 +54,7 @@ SAMPLE = [("perceptron", 2, "tensor")]
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("network", "ranks", "plan"),
-    [*SAMPLE, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL)],
+    ("network", "ranks", "plan"), [*SAMPLE, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL)]
 )
 def test_n_devices_give_what_one_device_gives(network, ranks, plan):
     steps = 2 if (network, ranks, plan) in SAMPLE else 5
