@@ -89,8 +89,21 @@ def damaged(folder):
     return found
 
 
-def test_a_damaged_checkpoint_is_named_and_auto_goes_on_from_the_one_before(tmp_path):
-    [found] = run_ranks(1, damaged, tmp_path)
+def on_one_rank(folder):
+    """What becomes of damaged checkpoints, of torch's loaders, and of streams."""
+    loaders = with_torchs_loader(f"{folder}/loaders", shuffle=False)
+    return damaged(folder), loaders, stream_runs(folder / "streams")
+
+
+@pytest.fixture(scope="module")
+def found_on_one_rank(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("resume")
+    [found] = run_ranks(1, on_one_rank, folder)
+    return folder, *found
+
+
+def test_a_damaged_checkpoint_is_named_and_auto_goes_on_from_the_one_before(found_on_one_rank):
+    tmp_path, found, _, _ = found_on_one_rank
     assert found["whole"] == ("step-00000015", f"resume: {tmp_path}/run/step-00000015: epoch 3, 15 steps\n", 15)
     name, text, steps = found["newest"]
     assert (name, steps) == ("step-00000010", 10)
@@ -153,17 +166,17 @@ def with_torchs_loader(directory, shuffle):
     return found
 
 
-@pytest.mark.parametrize("shuffle", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_torchs_loaders_go_on_in_an_epoch_where_their_order_is_known(shuffle, tmp_path):
-    [[whole, rest]] = run_ranks(1, with_torchs_loader, str(tmp_path), shuffle)
-    if shuffle:
-        assert isinstance(rest[0], UsageError)
-        assert "is from the middle of epoch 1, after 3 steps, and DataLoader cannot be set to the sample" in str(
-            rest[0]
-        )
-    else:
-        assert len(whole[1]) == 10
-        assert rest == (None, whole[1][3:])
+def test_torchs_loaders_go_on_in_an_epoch_where_their_order_is_known(found_on_one_rank):
+    _, _, (whole, rest), _ = found_on_one_rank
+    assert len(whole[1]) == 10
+    assert rest == (None, whole[1][3:])
+
+
+@pytest.mark.slow
+def test_torchs_loaders_are_refused_in_the_middle_of_an_epoch_that_they_shuffle(tmp_path):
+    [[_, (refused, _)]] = run_ranks(1, with_torchs_loader, str(tmp_path), True)
+    assert isinstance(refused, UsageError)
+    assert "is from the middle of epoch 1, after 3 steps, and DataLoader cannot be set to the sample" in str(refused)
 
 
 class AtItsLastBatch(sw.Callback):
@@ -190,7 +203,7 @@ def stream_runs(folder):
     return [stream_run(f"{folder}/{name}", cut) for name, cut in (("whole", False), ("parts", True), ("parts", False))]
 
 
-def test_a_stream_goes_on_after_the_last_batch_of_an_epoch(tmp_path):
-    [[whole, cut, rest]] = run_ranks(1, stream_runs, str(tmp_path))
+def test_a_stream_goes_on_after_the_last_batch_of_an_epoch(found_on_one_rank):
+    *_, (whole, cut, rest) = found_on_one_rank
     assert (len(cut[0]), len(whole[0])) == (5, 10)
     assert (cut[0] + rest[0], *rest[1:]) == whole

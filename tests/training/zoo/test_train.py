@@ -11,11 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from ranks import run_ranks
 from shardwright.checkpoint.loading.source import open_source
+from shardwright.cli import cli
 from shardwright.data.digits import write_digits
 from shardwright.data.images import RandomDataWarning
+from shardwright.launch.host.program import Program
 from shardwright.training.zoo.config import load_config, shipped_names
 
 BIN = Path(sys.executable).parent
@@ -69,8 +72,9 @@ def run_shipped(names, folders, output):
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("names", [QUICK, pytest.param(tuple(SMALL), marks=pytest.mark.slow)], ids=["quick", "every"])
-def test_a_shipped_configuration_trains_on_two_ranks_as_on_one(names, folders, tmp_path):
+def test_a_shipped_configuration_trains_on_two_ranks_as_on_one(names, request, tmp_path):
     assert sorted(SMALL) == shipped_names()
+    folders = {} if names == QUICK else request.getfixturevalue("folders")
     one, two = (run_ranks(n, run_shipped, names, folders, str(tmp_path / str(n)), timeout=140)[0] for n in (1, 2))
     for name in names:
         compare(one[name], two[name], tmp_path / "2" / name)
@@ -125,6 +129,7 @@ def on_random_data(config, output):
     return [str(w.message) for w in caught if w.category is RandomDataWarning], evaluation.samples
 
 
+@pytest.mark.slow
 def test_random_data_need_no_file_and_say_what_to_expect(tmp_path):
     (tmp_path / "random.yaml").write_text(RANDOM)
     for messages, samples in run_ranks(2, on_random_data, str(tmp_path / "random.yaml"), str(tmp_path / "run")):
@@ -135,11 +140,20 @@ def test_random_data_need_no_file_and_say_what_to_expect(tmp_path):
 MPIRUN = [BIN / "mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", BIN / "shardwright"]
 
 
+def test_with_a_number_of_ranks_it_launches_itself_on_so_many(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    jobs = []
+    monkeypatch.setattr("shardwright.launch.start.launch", lambda job: jobs.append(job) or 0)
+    words = ["--config", "quickstart", "-o", "train.epochs=1"]
+    done = CliRunner().invoke(cli, ["train", "-n", "2", *words])
+    assert done.exit_code == 0, done.output
+    assert [(job.ranks, job.program) for job in jobs] == [(2, Program("module", ("shardwright", "train", *words)))]
+
+
 # test_mnist_mlp.py runs a script under every launcher.
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "command",
-    [[BIN / "shardwright", "train", "-n", "2"], pytest.param([*MPIRUN, "train"], marks=pytest.mark.slow)],
-    ids=["train -n", "mpirun"],
+    "command", [[BIN / "shardwright", "train", "-n", "2"], [*MPIRUN, "train"]], ids=["train -n", "mpirun"]
 )
 def test_it_runs_on_two_ranks(command, tmp_path):
     arguments = ["--config", "quickstart", "-o", "train.epochs=1", "-o", "parallel.mode=data"]
