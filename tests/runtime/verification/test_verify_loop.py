@@ -99,10 +99,10 @@ def odd_loops():
     student, _, loss_fn, _ = distillation()
     batch = torch.randn(12, 6)
     found = sw.verify(student, loss_fn, batch, mode="data", loop=change_what_is_not_watched)
-    refused = []
+    model, refused = nn.Linear(6, 4), []
     for loop, options in [(no_generator, {}), (no_loss, {}), (no_loss, {"dtypes": ("float32",)})]:
         with pytest.raises(UsageError) as error:
-            sw.verify(student, loss_fn, batch, loop=loop, **options)
+            sw.verify(model, lambda model, batch: model(batch).square().mean(), batch, loop=loop, **options)
         refused.append(str(error.value))
     return found.ok, [(d.reference, d.step) for d in found.deviations if not d.ok], refused
 
