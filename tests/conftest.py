@@ -30,13 +30,18 @@ with contextlib.suppress(OSError, RuntimeError):
 settings.register_profile(
     "any machine", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
+settings.register_profile(
+    "brief", settings.get_profile("any machine"), max_examples=30
+)  # where slow tests are left out
 settings.load_profile("any machine")
 # It would take some numbers from the package's modules that are imported by then, as tests before have left them.
 assert callable(providers._get_local_constants), "another release of hypothesis: find what has its place"
 providers._get_local_constants = providers.Constants
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    if "not slow" in config.option.markexpr:
+        settings.load_profile("brief")
     gc.disable()  # until all is imported, of which each collection would look through more and find nothing
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as behind a shell's &: all that is started would ignore it
         signal.signal(signal.SIGINT, signal.default_int_handler)

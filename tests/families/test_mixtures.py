@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import shardwright as sw
 from ranks import run_ranks
-from shardwright.compiler.capture.pins import apply_pins
+from rows import slow
 from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.lower.lower import lower
 from shardwright.compiler.mesh.mesh import Mesh
@@ -20,7 +20,6 @@ from shardwright.compiler.plan.explain import Explainer
 from shardwright.compiler.plan.make import make_plan
 from shardwright.compiler.plan.pricing.hardware import shipped
 from shardwright.compiler.plan.request import PlanRequest
-from shardwright.errors import StrategyError
 from whole import plain, run, same
 
 EXPERTS = "*.mlp.experts"
@@ -69,10 +68,12 @@ def exchanged(plan):
 @pytest.mark.parametrize(
     ("name", "sizes", "cut"),
     [
-        pytest.param("qwen3_moe", {"ep": 4}, (4, 4), marks=pytest.mark.slow),
-        ("deepseek_v3", {"dp": 2, "ep": 2}, (4, 2)),
         ("qwen2_moe", {"ep": 2, "tp": 2}, (2, 2, 2)),
-        pytest.param("mixtral", {"ep": 2, "tp": 3}, (1, 2, 1), marks=pytest.mark.slow),
+        *slow(
+            ("qwen3_moe", {"ep": 4}, (4, 4)),
+            ("deepseek_v3", {"dp": 2, "ep": 2}, (4, 2)),
+            ("mixtral", {"ep": 2, "tp": 3}, (1, 2, 1)),
+        ),
     ],
 )
 def test_mixtures_with_experts_on_devices_are_those_of_one(name, sizes, cut):
@@ -141,22 +142,6 @@ def test_a_search_sends_tokens_to_experts_and_says_so():
     assert "kernels.experts(" in lower(plan, 0).source
 
 
-def test_pins_that_experts_cannot_have_are_refused():
-    captured = partial(apply_pins, captured_step(mixture("mixtral"), loss_fn, batch_of(), {}))
-    for cut, ranks, message in (
-        ((1, 3), 3, "a dim of 4 rows does not divide into 3 slices"),
-        ((2, 2, 2), 2, "it needs 2 x 1 x 1 x 1 x 2 x 1 = 4 devices, there are 2"),
-        ((1, 4), 2, "4 slices cannot be made of the axes of the mesh that may be used for them"),
-    ):
-        with pytest.raises(StrategyError, match=message) as caught:
-            make_plan(captured(pins(*cut)), PlanRequest(Mesh.of(d=ranks), "semi-auto"))
-        assert "model.layers.0.mlp.experts" in str(caught.value)
-        assert "rule: t d^, t k^, t k^, e+&t g^ f+ d^, e+&t o^ f+ -> t o^" in str(caught.value)
-    halves = {EXPERTS: ((1, 1), (1, 1), (1, 1), (1, 2, 1, 1))}
-    with pytest.raises(StrategyError, match=r"dim 1 of \(1, 2, 1, 1\) may not be split \(factor g\)"):
-        make_plan(captured(halves), PlanRequest(Mesh.of(d=2), "semi-auto"))
-
-
 def five_steps(name, ranks, backend):
     """Losses of five steps and the parameters then, of a rank that has some of the experts, or of one device."""
     model = mixture(name)
@@ -183,12 +168,9 @@ def five_steps(name, ranks, backend):
     return losses, {name: value.detach().tolist() for name, value in named.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "ranks", "backend"),
-    [
-        ("mixtral", 2, "shm"),
-        *(pytest.param(*of, marks=pytest.mark.slow) for of in [("deepseek_v3", 2, "gloo"), ("qwen3_moe", 4, "gloo")]),
-    ],
+    ("name", "ranks", "backend"), [("mixtral", 2, "shm"), ("deepseek_v3", 2, "gloo"), ("qwen3_moe", 4, "gloo")]
 )
 def test_processes_train_mixtures(name, ranks, backend):
     losses, parameters = five_steps(name, 0, backend)  # here, where transformers is imported

@@ -175,10 +175,11 @@ def plain(model: torch.nn.Module, loss_fn: Any, batch: Any) -> dict[str, Tensor]
 def like_plain(
     model: torch.nn.Module, loss_fn: Any, batch: Any, sizes: Sequence[int] = (2,), tolerance: float = 1e-10
 ) -> list[Plan]:
-    """Hold the model against plain PyTorch on this many ranks under every plan of `PLANS`; the plans."""
+    """Hold the model against plain PyTorch on this many ranks, with its batch split and with all split; the plans."""
     expected = plain(model, loss_fn, batch)
     captured = captured_step(model, loss_fn, batch, {})
-    plans = [make_plan(captured, PlanRequest(Mesh.of(d=n), **how)) for n in sizes for how in PLANS.values()]
+    hows = [PLANS[how] for how in ("data", "propagation")]
+    plans = [make_plan(captured, PlanRequest(Mesh.of(d=n), **how)) for n in sizes for how in hows]
     for plan in plans:
         found = {name: tensor for name, tensor in run(plan, model, batch).items() if not name.startswith("aux")}
         missing = [name for name in expected if name.startswith("buffer") and name not in found]

@@ -14,6 +14,7 @@ from torch import nn
 
 from equals_eager import assert_equals_eager, captured_and_checked
 from gpu_like import GPU
+from rows import brief, slow
 from shardwright.compiler.capture.capture import capture, flatten_batch
 from shardwright.compiler.capture.evaluate import evaluate
 from shardwright.compiler.capture.rewrite import rewrite
@@ -42,7 +43,7 @@ def test_the_graph_equals_the_model_in_training(name):
     assert_equals_eager(rewrite(captured), model, loss_fn, batch)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", brief(CASES, "resnet", "transformer"))
 def test_the_graph_equals_the_model_in_evaluation(name):
     model, loss_fn, batch = CASES[name]
     captured = rewrite(capture(model, loss_fn, batch, "evaluation"))
@@ -344,7 +345,7 @@ def squared_outputs(model, x):
     return model(x).square().mean()
 
 
-@pytest.mark.parametrize("where", ["cpu", "meta"])
+@pytest.mark.parametrize("where", [*slow("cpu"), "meta"])
 def test_the_graph_is_that_of_a_model_on_the_gpu(where):
     with torch.device(where):
         model, x = Asking(), torch.zeros(6, 8)

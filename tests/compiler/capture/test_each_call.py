@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.fx.node import map_arg
 from torch.nn import functional as F
 
+from rows import brief
 from shardwright.common import torch_private, trees
 from shardwright.compiler.capture.capture import capture
 from shardwright.compiler.capture.functional import decompositions
@@ -99,7 +100,9 @@ def loss_fn(model, batch):
     return (made[0] if isinstance(made, tuple) else made).square().mean()
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", brief(CASES, "a transformer", "layers of an LSTM", "norms that keep their statistics", "(5, 6)")
+)
 def test_a_program_is_the_same_call_by_call(ways, case):
     model, batch, kind = CASES[case]
     capture(model, loss_fn, batch, kind)

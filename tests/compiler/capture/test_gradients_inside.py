@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 
+from rows import slow
 from shardwright.compiler.capture.capture import capture
 from shardwright.errors import CaptureError
 from whole import like_plain
@@ -78,14 +79,7 @@ def only_vmap(model, batch):
     return vmap(lambda x, y: (model(x) - y).square().sum())(batch[0], batch[1]).mean()
 
 
-LOSSES = [penalty, second_order, of_parameters, without_a_graph, only_vmap]
-
-
-@pytest.mark.parametrize(
-    "loss_fn",
-    [pytest.param(f, marks=pytest.mark.slow if f in (second_order, of_parameters) else ()) for f in LOSSES],
-    ids=lambda loss_fn: loss_fn.__name__,
-)
+@pytest.mark.parametrize("loss_fn", [penalty, *slow(second_order, of_parameters), without_a_graph, only_vmap])
 def test_gradients_inside_a_loss_are_exact(loss_fn):
     like_plain(Smooth(), loss_fn, (torch.randn(8, 6), torch.rand(8, 1)), sizes=(4,))
 
@@ -94,7 +88,7 @@ def test_through_convolutions():
     like_plain(Convolutions(), penalty, (torch.randn(8, 6), torch.rand(8, 1)), sizes=(2,))
 
 
-@pytest.mark.parametrize("norm", [nn.Identity, lambda: nn.BatchNorm1d(8)], ids=["alone", "and batch norm"])
+@pytest.mark.parametrize("norm", [*slow(nn.Identity), lambda: nn.BatchNorm1d(8)], ids=["alone", "and batch norm"])
 def test_through_a_spectral_norm_which_writes_into_its_buffers(norm):
     normed = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 8))
     critic = nn.Sequential(normed, norm(), nn.Tanh(), nn.Linear(8, 1))
@@ -102,7 +96,7 @@ def test_through_a_spectral_norm_which_writes_into_its_buffers(norm):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-@pytest.mark.parametrize("loss_fn", [by_func, each_sample, jacobians, forward_mode, hessians])
+@pytest.mark.parametrize("loss_fn", [by_func, *slow(each_sample, hessians), jacobians, forward_mode])
 def test_transforms_that_take_gradients_are_refused(loss_fn):
     batch = torch.randn(8, 6), torch.rand(8, 1)
     with pytest.raises(CaptureError, match=r"a transform of torch.func takes a gradient") as error:

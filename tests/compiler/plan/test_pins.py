@@ -144,7 +144,7 @@ def stored_over(names):
 
 
 @pytest.mark.parametrize("pin", [((2, 1), (2, 1)), ((2, 2), (1, 2)), ((1, 2), (1, 2))], ids=str)
-@pytest.mark.parametrize("width", [256, 4096])
+@pytest.mark.parametrize("width", [pytest.param(256, marks=pytest.mark.slow), 4096])
 def test_a_pin_leaves_free_how_a_parameter_is_stored(width, pin):
     """Wherever it is stored nothing is below the bound: a large one in parts that the pinned operator does not take."""
     mesh, hardware = Mesh.of(a=2, b=2), replace(shipped("h100"), hides_gradients=0.0)

@@ -1,6 +1,7 @@
 """A plan as JSON: it comes back equal, and refuses every graph but its own and every text that is none."""
 
 import gc
+import itertools
 import json
 from dataclasses import replace
 
@@ -207,12 +208,13 @@ def split(graph):
     return make_plan(graph.capture, PlanRequest(MESH, search="propagation", hardware=read_hardware("cpu")))
 
 
-def test_no_form_of_a_plan_raises_another_error(split, graph):
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_no_form_of_a_plan_raises_another_error(split, graph, every):
     """A file that is wrong in one place is refused when it is read, or it is a plan that is shown and lowered."""
     document = json.loads(split.to_json())
     document["hardware"] = None  # tests of profiles draw those
     accepted, refused = [], []
-    for name, changed in mutations(document):
+    for name, changed in itertools.islice(mutations(document), 0, None, every):
         try:
             read = Plan.from_json(json.dumps(changed), graph)
         except PlanError as error:
@@ -222,7 +224,7 @@ def test_no_form_of_a_plan_raises_another_error(split, graph):
         assert str(read)
         assert [lower(read, rank) for rank in (0, read.mesh.size - 1)]
     assert not [message for message in refused if "\n" in message]
-    assert "['mode'] = 'x'" in accepted
+    assert every > 1 or "['mode'] = 'x'" in accepted
     assert len(accepted) < 60
 
 

@@ -1,12 +1,13 @@
 """For every operator of the table a function that draws invocations of it."""
 
 import math
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -975,12 +976,11 @@ def one_hot(d, op):
     return Invocation(op, (d.integers(3, *d.shape()), 3))
 
 
-def explore(examples: int, body: Callable[[Draw], None]) -> None:
-    """Call ``body`` with this many draws, the same ones on every run."""
+def explore(examples: int, body: Callable[[Draw], None], of: str = "") -> None:
+    """Call ``body`` with this many draws, the same ones on every run, and others for each ``of``."""
 
-    @settings(
-        max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
-    )
+    @seed(zlib.crc32(of.encode()))
+    @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(st.data())
     def run(data: st.DataObject) -> None:
         body(Draw(data))

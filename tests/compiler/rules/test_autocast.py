@@ -85,8 +85,7 @@ STEPS = {
 }
 
 
-FAST = {("classifier", torch.bfloat16), ("classifier", torch.float16), ("likelihood", torch.float16)}
-FAST |= {("lstm", torch.bfloat16), ("gru", torch.float16)}
+FAST = {("classifier", torch.bfloat16), ("likelihood", torch.float16), ("gru", torch.float16)}
 ON_GPU = [
     pytest.param(name, dtype, marks=() if (name, dtype) in FAST else pytest.mark.slow, id=f"{name}-{dtype}")
     for name in STEPS

@@ -40,7 +40,9 @@ def loss_fn(model, batch):
 
 
 # In parts of 8 and 16 float32 numbers torch's kernel takes matrices, in parts of 2 or 3 it does not.
-@pytest.mark.parametrize(("width", "inner", "bias"), [(16, 32, True), (4, 12, False)])
+@pytest.mark.parametrize(
+    ("width", "inner", "bias"), [pytest.param(16, 32, True, marks=pytest.mark.slow), (4, 12, False)]
+)
 def test_experts_are_split_and_give_what_plain_pytorch_gives(width, inner, bias):
     torch.manual_seed(0)
     model, batch = Mixture(width, inner, bias), (torch.randn(12, width), torch.randn(12, width))
@@ -65,7 +67,7 @@ class Two(nn.Module):
         return self.second(x + self.first(x))
 
 
-@pytest.mark.parametrize(("tokens", "experts"), [(2, 2), (1, 2)])
+@pytest.mark.parametrize(("tokens", "experts"), [(2, 2), pytest.param(1, 2, marks=pytest.mark.slow)])
 def test_a_plan_counts_what_experts_hold(tokens, experts, monkeypatch):
     """What is alive at the peak, the states of the optimizer aside, is counted, and not much more than that."""
     torch.manual_seed(0)

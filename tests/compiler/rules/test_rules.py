@@ -26,11 +26,11 @@ def hold(make: Make, op: str, examples: int) -> int:
         rule = rule_for(invocation)
         assert rule.listed
         strategy = d.strategy(rule, mesh)
-        torch.manual_seed(0)
-        check(invocation, mesh, strategy)
+        torch.default_generator.manual_seed(0)  # torch.manual_seed takes longer than some operators
+        check(invocation, mesh, strategy, rule)
         count += bool(strategy.used)
 
-    explore(examples, body)
+    explore(examples, body, op)
     return count
 
 
@@ -42,7 +42,7 @@ def cases_by_row() -> dict[str, list[tuple[str, Make]]]:
     return {group[0][0] + (f" and {len(group) - 1} more" if len(group) > 1 else ""): group for group in groups.values()}
 
 
-@pytest.mark.parametrize("enough", [4, pytest.param(40, marks=pytest.mark.slow)], ids=["brief", "long"])
+@pytest.mark.parametrize("enough", [2, pytest.param(40, marks=pytest.mark.slow)], ids=["brief", "long"])
 @pytest.mark.parametrize("group", cases_by_row().values(), ids=cases_by_row())
 def test_rule(group, enough):
     examples = max(2, 4 * enough // len(group))

@@ -8,6 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 
 from equals_eager import assert_equals_eager
+from rows import brief, slow
 from shardwright.common.torch_private import attention_backends
 from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.mesh.mesh import Mesh
@@ -56,8 +57,8 @@ def seen(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize("how", PLANS)
+@pytest.mark.parametrize("causal", [*slow(False), True])
+@pytest.mark.parametrize("how", brief(PLANS, "propagation"))
 def test_they_compute_on_ranks(how, causal, seen):
     torch.manual_seed(0)
     model, x = Chosen(MATH, causal=causal).double(), batch()

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from equals_eager import assert_equals_eager
+from rows import brief, slow
 from shardwright.compiler.capture.capture import capture
 from shardwright.compiler.capture.ir import Capture
 from shardwright.compiler.capture.rewrite import rewrite
@@ -120,7 +121,13 @@ def kinds(captured: Capture) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    brief(
+        CASES, "compared", "of a library", "added", "chosen, the smallest number", "all",
+        "fewer queries, up to the last", "a small number", "of the batch",
+    ),
+)  # fmt: skip
 def test_known_masks_are_left_out_and_no_others(case):
     mask, queries, expected = CASES[case]
     torch.manual_seed(0)
@@ -131,7 +138,7 @@ def test_known_masks_are_left_out_and_no_others(case):
     assert_equals_eager(captured, model, loss_fn, batch)
 
 
-@pytest.mark.parametrize("case", ["of a library", "fewer queries, from the first on", "window"])
+@pytest.mark.parametrize("case", ["of a library", *slow("fewer queries, from the first on", "window")])
 def test_ranks_equal_one_device(case):
     mask, queries, _ = CASES[case]
     torch.manual_seed(0)
@@ -168,7 +175,7 @@ def padded(size=BATCH):
     return torch.randn(size, KEYS, 8, dtype=torch.float64), padding
 
 
-@pytest.mark.parametrize("size", [1, 6])
+@pytest.mark.parametrize("size", [*slow(1), 6])
 def test_a_lookup_by_all_positions_is_a_view(size):
     model = Padded().double()
     captured = captured_step(model, loss_fn, padded(size), {})
@@ -180,7 +187,7 @@ def test_a_lookup_by_all_positions_is_a_view(size):
     ("rows", "columns"),
     [
         (lambda n: torch.arange(n - 1, -1, -1), lambda n: torch.arange(n)),
-        (lambda n: torch.arange(n) // 2, lambda n: torch.arange(n)),
+        *slow((lambda n: torch.arange(n) // 2, lambda n: torch.arange(n))),
         (lambda n: torch.arange(1, n), lambda n: torch.arange(n)),
         (lambda n: torch.arange(n), None),
     ],
@@ -214,7 +221,7 @@ def captured_padding():
     return model, batch, captured, run(make_plan(captured, PlanRequest(Mesh.of(d=1))), model, batch)
 
 
-@pytest.mark.parametrize("how", PLANS)
+@pytest.mark.parametrize("how", brief(PLANS, "propagation"))
 def test_a_mask_that_stays_is_built_of_the_part_that_a_rank_needs(how):
     model, batch, captured, alone = captured_padding()
     plan = make_plan(captured, PlanRequest(Mesh.of(d=3), **PLANS[how]))
@@ -250,16 +257,7 @@ def tokens(rows=6, length=12, **more):
 
 @pytest.mark.parametrize(
     ("name", "expected", "dtype"),
-    [
-        ("llama", "causal", torch.bfloat16),
-        *(
-            pytest.param(name, expected, dtype, marks=pytest.mark.slow)
-            for name, expected, dtype in [
-                ("mistral", "other", torch.float64),
-                ("gpt2", "causal", torch.float64),
-            ]
-        ),
-    ],
+    slow(("llama", "causal", torch.bfloat16), ("mistral", "other", torch.float64), ("gpt2", "causal", torch.float64)),
 )
 def test_models_of_transformers_without_padding_have_no_mask(name, expected, dtype):
     model = transformers_model(name).to(dtype)
@@ -269,7 +267,8 @@ def test_models_of_transformers_without_padding_have_no_mask(name, expected, dty
     assert bool(masks) == (expected == "other")
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_models_of_transformers_equal_plain_pytorch(name):
     torch.manual_seed(0)
     model = transformers_model(name).double()
@@ -281,9 +280,7 @@ def test_models_of_transformers_equal_plain_pytorch(name):
     like_plain(model, language_loss, tokens(), sizes=(3,), tolerance=1e-6)
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "mistral"))]
-)
+@pytest.mark.parametrize("name", ["llama", *slow("gpt2", "mistral")])
 def test_padding_that_a_batch_does_not_have_leaves_no_mask(name):
     torch.manual_seed(0)
     model, batch = transformers_model(name).double().eval(), tokens(attention_mask=torch.ones(6, 12, dtype=torch.int64))

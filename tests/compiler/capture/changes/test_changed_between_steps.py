@@ -176,14 +176,11 @@ def new_settings(model):
 
 CHANGES = {
     "an attribute of an object": lambda model: setattr(model.settings, "scale", 3.0),
-    "what an object in it holds": lambda model: setattr(model.settings.inner, "shift", 0.5),
     "an entry of a table in it": lambda model: model.settings.table.update(power=2.0),
-    "a number in an array in it": lambda model: model.settings.array.fill(0.5),
     "a number in a large array in it": lambda model: model.settings.large.__setitem__((5, 1), 0.5),
     "of its class": lambda model: setattr(Settings, "factor", 2.0),
     "the object": new_settings,
     "a variable's attribute": lambda model: setattr(SHARED, "scale", 2.0),
-    "a function": lambda model: setattr(model, "act", torch.relu),
     "a function in a list": lambda model: model.acts.__setitem__(0, torch.relu),
     "a method": lambda model: setattr(model, "forward", lambda x: model.settings.scale * torch.tanh(x[:, :3])),
 }

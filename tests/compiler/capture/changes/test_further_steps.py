@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from rows import brief
 from shardwright.compiler.capture.tracing.frozen import FrozenWarning
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.errors import CaptureError
@@ -149,7 +150,6 @@ HARMLESS = {
     by_the_module_that_made_it: "",
     a_variable: f"latest, a variable of {__name__}, is changed by the loss function",
 }
-QUICK = (what_a_hook_keeps, losses_in_a_list, beside_a_mask_that_is_made_once, what_looks_into_a_parameter)
 
 
 def steps_of(value_of, model, batches):
@@ -173,7 +173,9 @@ def plainly(model, loss):
     return value_of
 
 
-@pytest.mark.parametrize("made", [m if m in QUICK else pytest.param(m, marks=pytest.mark.slow) for m in HARMLESS])
+@pytest.mark.parametrize(
+    "made", brief(HARMLESS, losses_in_a_list, beside_a_mask_that_is_made_once, what_looks_into_a_parameter)
+)
 def test_what_a_further_step_does_not_compute_from_is_no_state(made):
     (model, loss), batches = made(), [torch.randn(6, 4) for _ in range(3)]
     with warnings.catch_warnings(record=True) as said:
@@ -297,10 +299,11 @@ STATE = {
     written_into_later: "hidden is None",
     the_next_of_a_table: "hidden is None",
 }
-SLOW = (passed_on, every_other_step, the_last_two, of_two_steps_before)
 
 
-@pytest.mark.parametrize("step", [pytest.param(s, marks=pytest.mark.slow) if s in SLOW else s for s in STATE])
+@pytest.mark.parametrize(
+    "step", brief(STATE, a_branch, how_many_there_are, once_of_all_captures, a_mark, written_into_later)
+)
 def test_what_a_further_step_does_otherwise_for_is_refused(step):
     with pytest.raises(CaptureError, match=rf"model\.{STATE[step]} "):
         plan_of(Net(step), loss_of, torch.ones(6, 4), Mesh.of(d=2), "data")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from rows import brief
 from shardwright.compiler.capture.capture import capture
 from shardwright.compiler.capture.tracing.frozen import FrozenWarning
 from shardwright.compiler.capture.tracing.outside.entries import inside
@@ -324,14 +325,26 @@ BESIDE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("made", BESIDE)
+@pytest.mark.parametrize(
+    "made",
+    brief(
+        BESIDE, of_a_method, of_a_module_beside_that_keeps_statistics, of_an_attribute_of_a_function,
+        of_what_is_given_first, of_a_hook, of_a_function_that_keeps, of_requires_grad,
+    ),
+)  # fmt: skip
 def test_state_beside_the_model_is_refused(made):
     model, loss, message = made()
     with pytest.raises(CaptureError, match=message):
         capture(model, loss, torch.ones(2, 3))
 
 
-@pytest.mark.parametrize("step", REFUSED)
+@pytest.mark.parametrize(
+    "step",
+    brief(
+        REFUSED, a_pair, an_entry_of_a_dictionary, an_entry_of_a_list, what_was_none, what_was_not_there, a_parameter,
+        random_numbers, made_of_running_statistics, of_itself, of_an_object_with_slots, a_variable,
+    ),
+)  # fmt: skip
 def test_a_tensor_that_the_next_step_would_read_is_refused(step):
     kept = state["h"]
     with pytest.raises(CaptureError, match=REFUSED[step]):
@@ -398,7 +411,7 @@ NO_STATE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("step", NO_STATE)
+@pytest.mark.parametrize("step", brief(NO_STATE, made_of_what_does_not_change, brought_to_a_dtype, emptied_at_the_end))
 def test_what_each_step_finds_as_it_was_is_no_state(step):
     captured = capture(Keeps(step), loss_of, torch.ones(2, 3))
     assert "ones" not in {value.label for value in captured.of_kind("buffer")}
@@ -521,7 +534,9 @@ COMPUTED = {
 }
 
 
-@pytest.mark.parametrize("step", COMPUTED)
+@pytest.mark.parametrize(
+    "step", brief(COMPUTED, a_number, a_flag, an_array, an_iterator, a_class, what_fails_later, a_warm_up)
+)
 def test_a_value_that_a_later_step_computes_with_is_refused(step):
     with pytest.raises(CaptureError, match=f"(?s){COMPUTED[step]}.*pass the value in with the batch"):
         capture(Keeps(step), loss_of, torch.ones(2, 3))

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from rows import brief, slow
 from shardwright.compiler.capture.capture import capture
 from shardwright.compiler.capture.evaluate import evaluate
 from shardwright.compiler.capture.tracing.frozen import FrozenWarning
@@ -101,7 +102,10 @@ def loss_of(model, x):
     return (result * torch.arange(1.0, result.numel() + 1).view_as(result)).sum(), beside
 
 
-@pytest.mark.parametrize("step", EQUAL)
+@pytest.mark.parametrize(
+    "step",
+    brief(EQUAL, a_module_has_two_names, two_are_exchanged, statistics_are_read_around, a_number_fills_a_tensor),
+)
 def test_two_steps_equal_plain_pytorch(step):
     model, x = Keeps(step), torch.randn(4, 3)
     captured, plain = capture(model, loss_of, x), copy.deepcopy(model)
@@ -172,14 +176,14 @@ def changing(model, x):
     return model.norm(x) + x @ model.kept
 
 
-@pytest.mark.parametrize("sharing", [of_a_parameter, of_a_buffer])
+@pytest.mark.parametrize("sharing", [of_a_parameter, *slow(of_a_buffer)])
 def test_tensors_that_share_memory_with_one_that_changes_are_refused(sharing):
     name = {of_a_parameter: "layer.weight", of_a_buffer: "kept"}[sharing]
     with pytest.raises(CaptureError, match=f"{name} of the model changes, and seen looks into the same memory"):
         capture(sharing(Keeps(changing)), loss_of, torch.ones(4, 3))
 
 
-@pytest.mark.parametrize("sharing", [of_a_parameter_that_is_frozen, beside_a_buffer])
+@pytest.mark.parametrize("sharing", [*slow(of_a_parameter_that_is_frozen), beside_a_buffer])
 def test_tensors_that_lie_beside_each_other_are_not(sharing):
     capture(sharing(Keeps(changing)), loss_of, torch.ones(4, 3))
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from rows import slow
 from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.mesh.mesh import Mesh
 from whole import plain, plan_of, run, same
@@ -22,7 +23,7 @@ def collectives_of(model, batch):
     return [each.collective for each in plan.collectives() if each.cause not in parameters]
 
 
-@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("need_weights", [True, *slow(False)])
 def test_data_parallel_attention_gathers_no_activations(need_weights):
     class Attention(nn.MultiheadAttention):
         def forward(self, x):

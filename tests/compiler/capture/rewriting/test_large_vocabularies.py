@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rows import slow
 from shardwright.compiler.capture import operators
 from shardwright.compiler.capture.operators import cross_entropy_sum
 from shardwright.compiler.capture.rewriting import logits
@@ -96,7 +97,7 @@ def dtypes_of_losses(capture):
 @pytest.mark.parametrize(
     ("classes", "options", "expected"),
     [
-        (12, {}, torch.bfloat16),
+        *slow((12, {}, torch.bfloat16)),
         (12, {"reduction": "sum"}, torch.bfloat16),
         (13, {}, torch.float32),
         (12, {"and_logits": True}, torch.float32),

@@ -142,7 +142,7 @@ def integer_program(domains, tables):
     return solution.fun
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_integer_programming_agrees(seed):
     random = np.random.default_rng(seed)
     domains = [3, 4, 2, 3, 4, 3]

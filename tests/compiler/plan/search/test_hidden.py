@@ -39,7 +39,7 @@ def slower(hardware, times):
     return replace(hardware, links=links)
 
 
-@pytest.mark.parametrize("times", [0.3, 2.0, 6.0, 40.0])
+@pytest.mark.parametrize("times", [0.3, 6.0, *(pytest.param(times, marks=pytest.mark.slow) for times in (2.0, 40.0))])
 def test_no_plan_takes_less_than_the_bound_and_none_that_was_found_before_takes_less(times):
     hardware, capture = slower(HIDING, times), captured()
     request = PlanRequest(Mesh.of(d=2), "auto", hardware=hardware)

@@ -84,7 +84,9 @@ def whole_factors(size, most):
     return [(of, *more) for of in range(2, size + 1) if size % of == 0 for more in whole_factors(size // of, most - 1)]
 
 
-@pytest.mark.parametrize(("devices", "per_host"), [(8, 4), (12, 6), (12, 2)])
+@pytest.mark.parametrize(
+    ("devices", "per_host"), [(12, 2), *(pytest.param(*of, marks=pytest.mark.slow) for of in ((8, 4), (12, 6)))]
+)
 def test_no_mesh_of_three_axes_has_a_cheaper_plan(devices, per_host):
     """By all of them, one after the other."""
     plan = planned(devices, per_host=per_host)

@@ -57,7 +57,7 @@ def reduced(plan):
             if t.steps and plan.capture.values[t.value].kind == "parameter"}  # fmt: skip
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 6])
+@pytest.mark.parametrize("ranks", [3, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (2, 6))])
 @pytest.mark.parametrize(("apart", "padding"), [(False, None), (True, 1)])
 def test_gradients_are_those_of_one_device(ranks, apart, padding):
     """Also of rows that do not divide evenly, and where some ranks have none."""
