@@ -68,10 +68,10 @@ def exchanged(plan):
 @pytest.mark.parametrize(
     ("name", "sizes", "cut"),
     [
-        ("qwen2_moe", {"ep": 2, "tp": 2}, (2, 2, 2)),
+        ("deepseek_v3", {"dp": 2, "ep": 2}, (4, 2)),
         *slow(
             ("qwen3_moe", {"ep": 4}, (4, 4)),
-            ("deepseek_v3", {"dp": 2, "ep": 2}, (4, 2)),
+            ("qwen2_moe", {"ep": 2, "tp": 2}, (2, 2, 2)),
             ("mixtral", {"ep": 2, "tp": 3}, (1, 2, 1)),
         ),
     ],

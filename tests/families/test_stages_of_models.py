@@ -8,6 +8,7 @@ import torch
 from exact_models import WORDS, llama, mixture
 from torch.nn import functional as F
 
+from rows import slow
 from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.plan.make import make_plan
@@ -79,13 +80,10 @@ def plan_of(name, mesh, microbatches=None, schedule=None, rows=8):
 
 
 # model, mesh, microbatches, schedule, rows: 4 layers in 3 stages are uneven, and so are 7 rows.
-QUICK = [
-    ("gpt", "pp=2,dp=2,tp=2", 2, None, 7),
-    ("gpt", "pp=3", 3, None, 7),
-    ("resnet", "pp=2,dp=2", 1, None, 7),
-]
+QUICK = [("gpt", "pp=2,dp=2,tp=2", 2, None, 7), ("resnet", "pp=2,dp=2", 1, None, 7)]
 LANGUAGES = ("gpt", "llama", "mixtral")
 MANY = [
+    ("gpt", "pp=3", 3, None, 7),
     *((name, mesh, microbatches, None, rows)
       for name in LANGUAGES for rows in (7, 8)
       for mesh, microbatches in (("dp=3", None), ("tp=4", None), ("pp=1,dp=2", 4), ("pp=2", 4), ("pp=4", 8),
@@ -110,7 +108,7 @@ MANY = [
 
 @pytest.mark.parametrize(
     ("name", "mesh", "microbatches", "schedule", "rows"),
-    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in MANY)],
+    [*QUICK, *slow(*MANY)],
 )
 def test_a_step_is_that_of_one_device(name, mesh, microbatches, schedule, rows):
     model, plan, _, expected = plan_of(name, mesh, microbatches, schedule, rows)

@@ -99,16 +99,22 @@ def test_outside_a_capture_the_function_is_itself():
     assert torch.equal(shard(torch.matmul, ((2, 4), (4, 1)), ((2, 1),))(a, b), a @ b)
 
 
-def test_pins_by_patterns():
-    captured = capture(*CASES["transformer"])
-    pinned = apply_pins(captured, {"layers.*.up": ((2, 1, 1), (4, 1)), "layers.1.norm1": (((2, 1, 1),), ((2, 1, 1),))})
+@pytest.fixture(scope="module")
+def transformer():
+    return capture(*CASES["transformer"])
+
+
+def test_pins_by_patterns(transformer):
+    pinned = apply_pins(
+        transformer, {"layers.*.up": ((2, 1, 1), (4, 1)), "layers.1.norm1": (((2, 1, 1),), ((2, 1, 1),))}
+    )
     names = {node.scope: node.pin.operands for node in pinned.nodes if node.pin}
     assert names == {
         "layers.0.up": ((2, 1, 1), (4, 1), None),
         "layers.1.up": ((2, 1, 1), (4, 1), None),
         "layers.1.norm1": ((2, 1, 1), None, None),
     }
-    tied = apply_pins(captured, {"head": ((2, 1, 1), (4, 1))})
+    tied = apply_pins(transformer, {"head": ((2, 1, 1), (4, 1))})
     assert [node.op for node in tied.nodes if node.pin] == ["aten.linear.default"]
     (relu,) = (n for n in apply_pins(capture(*CASES["two products"]), {"relu": [[2, 4]]}).nodes if n.pin)
     assert relu.pin.operands == ((2, 4),)
@@ -161,6 +167,6 @@ def test_functions_that_cannot_be_pinned():
         ({"layers.0.up": [2, 4]}, r"\(2, 4\) is not a strategy"),
     ],
 )
-def test_patterns_that_do_not_fit(given, message):
+def test_patterns_that_do_not_fit(given, message, transformer):
     with pytest.raises(StrategyError, match=message):
-        apply_pins(capture(*CASES["transformer"]), given)
+        apply_pins(transformer, given)

@@ -17,6 +17,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pretended import pretended
+from rows import brief
 from shardwright.compiler.capture.capture import flatten_batch
 from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.lower.lower import lower
@@ -56,7 +57,7 @@ ZOO = {
     "resnet18": (lambda: resnet18(10), classify, images),
     "resnet50": (lambda: resnet50(10), classify, images),
 }  # fmt: skip
-MESHES = {8: Mesh.of(a=2, b=4), 16: Mesh.of(a=4, b=4)}
+MESHES = {4: Mesh.of(a=2, b=2), 8: Mesh.of(a=2, b=4), 16: Mesh.of(a=4, b=4)}
 # Products that are split over columns, then over rows, and what the backward computes again.
 PINS = {
     "perceptron": lambda rows, columns: {
@@ -69,11 +70,10 @@ PINS = {
 PINNED = ("tensor", "stored")
 BLOCKS = {"perceptron": ("layers.2",), "gpt": ("layers.*",)}
 CASES = [
-    pytest.param(name, mode, size, id=f"{name}-{mode}-{size}", marks=() if quick else pytest.mark.slow)
+    (name, mode, size)
     for name in ZOO
     for mode in ("data", "auto", *(PINNED if name in PINS else ()))
     for size in MESHES
-    for quick in [size == 8 and name == "perceptron" and mode in PINNED]
 ]
 
 
@@ -178,7 +178,7 @@ def play(calls):
             left[rank].popleft()
 
 
-@pytest.mark.parametrize(("name", "mode", "size"), CASES)
+@pytest.mark.parametrize(("name", "mode", "size"), brief(CASES, *(("perceptron", mode, 4) for mode in PINNED)))
 def test_no_rank_waits_for_another_for_ever(name, mode, size, monkeypatch):
     make, loss_fn, batch_of = ZOO[name]
     torch.manual_seed(0)

@@ -129,12 +129,15 @@ def cases_of_rows() -> dict[str, list[tuple[str, Make]]]:
 
 @pytest.mark.parametrize("key", cases_of_rows())
 def test_what_is_kept_for_the_backward_is_what_the_table_says(key):
-    kept = Kept()
-    for op, make in cases_of_rows()[key]:
-        explore(4, lambda d, op=op, make=make: kept.compare(op, make, d), op)
-    assert kept.seen <= kept.said
     # The bias of a normalisation and the mask of an attention are kept in some cases only, a few of torch's choice.
     exact = TABLE[key].saves is not None and TABLE[key].saves is not EVERYTHING and "norm" not in key
+    kept = Kept()
+    for examples in (3, 12):  # few show most of what is kept
+        for op, make in cases_of_rows()[key]:
+            explore(examples, lambda d, op=op, make=make: kept.compare(op, make, d), op)
+        if kept.seen == kept.said or not exact:
+            break
+    assert kept.seen <= kept.said
     assert kept.seen == kept.said or not exact
 
 

@@ -14,15 +14,15 @@ pytestmark = pytest.mark.networks
 SINGLE, *SPLIT = CASES
 
 
-def hold_many(count, plans, longest, first=0):
+def hold_many(count, plans, longest):
     counts = Counter()
 
     @settings(max_examples=count, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
     @given(st.integers(0, 10**9), st.lists(st.sampled_from(SPLIT), min_size=plans, max_size=plans, unique=True))
     def hold(number, cases):
-        draft = draft_of(first + number, longest)
+        draft = draft_of(number, longest)
         found = verdict(draft, [SINGLE, *cases])
-        assert not found, f"program {first + number}, {told(draft, found)}"
+        assert not found, f"program {number}, {told(draft, found)}"
         counts[found.kind] += 1
 
     hold()
@@ -31,10 +31,10 @@ def hold_many(count, plans, longest, first=0):
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch about operators, and of ours about what is written beside the graph
-@pytest.mark.parametrize("first", [0, pytest.param(10**9, marks=pytest.mark.slow)])
-def test_random_programs(first):
-    """16 programs, each captured once, which is what takes time, and held under two plans."""
-    hold_many(16, plans=2, longest=7, first=first)
+@pytest.mark.parametrize("count", [8, pytest.param(64, marks=pytest.mark.slow)])
+def test_random_programs(count):
+    """Each is captured once, which is what takes time, and held under two plans."""
+    hold_many(count, plans=2, longest=7)
 
 
 @pytest.mark.slow
