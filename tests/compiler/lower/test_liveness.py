@@ -64,7 +64,7 @@ def test_a_program_has_no_more_alive_than_its_plan_says_whatever_was_chosen(mesh
     request = PlanRequest(mesh, "auto", "recursive", memory=1 << 50)
     free = make_plan(captured, request)
     space = space_of(free.graph, mesh, request, SEARCHES["exact"])
-    while count < 30:
+    while count < 10:
         chosen = ({name: draw.choice(of) for name, of in kind.items()} for kind in (space.strategies, space.leaves))
         strategies, leaves = chosen
         if draw.random() < 0.7:  # else few of them can be run
@@ -81,7 +81,7 @@ def test_a_program_has_no_more_alive_than_its_plan_says_whatever_was_chosen(mesh
         assert (0.8 * held.total if held.transient else 0) <= peak <= held.total
         count += bool(held.transient)
         equal += bool(held.transient) and peak == held.total
-    assert equal >= 8
+    assert equal >= 2
 
 
 def test_small_parameters_that_are_gathered_together_are_there_with_their_gradients_and_buffers(monkeypatch):

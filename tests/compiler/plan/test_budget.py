@@ -342,13 +342,13 @@ class _Added(torch.nn.Module):
 def test_a_refusal_counts_what_modules_take_whose_recomputing_is_demanded():
     """A plan that keeps their activations would fit, but is not what was asked for."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*(_Added() for _ in range(4)), torch.nn.Linear(64, 3)).double()
+    model = torch.nn.Sequential(_Added(), _Added(), torch.nn.Linear(64, 3)).double()
     batch = torch.randn(12, 64, dtype=torch.float64)
     captured = captured_step(model, lambda model, x: model(x).square().mean(), batch, {})
-    request = PlanRequest(Mesh.of(d=3), "auto", hardware=shipped("h100"), memory=1_300_000)
+    request = PlanRequest(Mesh.of(d=3), "auto", hardware=shipped("h100"), memory=740_000)
     assert make.make_plan(captured, request).held.total <= request.memory
     with pytest.raises(OverBudget) as over:
-        make.make_plan(captured, replace(request, recompute=("[0-3]",)))
+        make.make_plan(captured, replace(request, recompute=("[01]",)))
     assert over.value.least_bytes > request.memory
 
 
