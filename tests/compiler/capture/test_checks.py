@@ -195,7 +195,9 @@ def a_number(m, x, y, labels):
 UNPROVEN = [caught, both_decide, does_something, returns_before, suppressed, loops, an_expression, a_number]
 
 
-@pytest.mark.parametrize("check", brief(UNPROVEN, caught, does_something, returns_before, suppressed, an_expression))
+@pytest.mark.parametrize(
+    "check", brief(UNPROVEN, caught, both_decide, does_something, returns_before, suppressed, an_expression)
+)
 def test_what_may_do_something_else_is_refused(check):
     with pytest.raises(CaptureError, match=r"(depends on|needs) the value of a tensor"):
         capture(Checked(check), loss_of, batch_of())

@@ -195,8 +195,6 @@ OPTIMIZERS = {
     "foreach": lambda p: torch.optim.Adam(p, lr=0.1, foreach=True),
     "fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-    "loop": lambda p: torch.optim.RMSprop(p, lr=0.1, foreach=False),
-    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
     "LBFGS": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3),
 }
 

@@ -535,7 +535,7 @@ COMPUTED = {
 
 
 @pytest.mark.parametrize(
-    "step", brief(COMPUTED, a_number, a_flag, an_array, an_iterator, a_class, what_fails_later, a_warm_up)
+    "step", brief(COMPUTED, a_number, a_flag, a_word, an_array, an_iterator, a_class, what_fails_later, a_warm_up)
 )
 def test_a_value_that_a_later_step_computes_with_is_refused(step):
     with pytest.raises(CaptureError, match=f"(?s){COMPUTED[step]}.*pass the value in with the batch"):
