@@ -106,6 +106,7 @@ def test_a_step_of_experts_is_predicted(published, mixtral):
     assert again.activations == pytest.approx(found.activations * (2 + 2 + 2) / (2 + 2), rel=0.02)
 
 
+@pytest.mark.slow
 def test_experts_are_split_over_neighbours_and_tokens_are_sent_among_these(published):
     """Over two of tensor parallelism and four replicas of attention, of which each host has all."""
     run = next(run for run in published.RUNS if run.name == "Mixtral 8x22B")

@@ -5,8 +5,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
 
+from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.mesh.mesh import Mesh
-from whole import plan_of, run, same
+from shardwright.compiler.plan.make import make_plan
+from shardwright.compiler.plan.request import PlanRequest
+from whole import run, same
 
 
 class Net(nn.Module):
@@ -43,14 +46,15 @@ def loss_fn(model, x):
 def test_parts_have_rules_and_the_lines_of_their_operator():
     torch.manual_seed(0)
     model, batch = Net().double(), torch.randn(4, 4, 6, dtype=torch.float64)
-    one = plan_of(model, loss_fn, batch, Mesh(()), "single")
+    captured = captured_step(model, loss_fn, batch, {})
+    one = make_plan(captured, PlanRequest(Mesh(()), "single"))
     wanted = run(one, model, batch)
     assert torch.allclose(wanted["loss"], loss_fn(model, batch), rtol=1e-12)
     assert {node.op for node in one.graph.unlisted} == set()
     (stacked,) = (node for node in one.capture.nodes if node.op == "aten.cat.default" and "vstack" in node.source)
     assert stacked.source.startswith("test_composites.py:")
     for mode in ("data", "auto"):
-        plan = plan_of(model, loss_fn, batch, Mesh.of(d=2), mode, search="propagation")
+        plan = make_plan(captured, PlanRequest(Mesh.of(d=2), mode, search="propagation"))
         same(run(plan, model, batch), wanted)
 
 
@@ -61,5 +65,6 @@ def test_random_parts_are_drawn_by_position():
     def noisy(model, x):
         return F.alpha_dropout(model(x), 0.3, training=True).square().sum()
 
-    wanted = run(plan_of(model, noisy, batch, Mesh(()), "single"), model, batch)
-    same(run(plan_of(model, noisy, batch, Mesh.of(d=2), "data"), model, batch), wanted)
+    captured = captured_step(model, noisy, batch, {})
+    wanted = run(make_plan(captured, PlanRequest(Mesh(()), "single")), model, batch)
+    same(run(make_plan(captured, PlanRequest(Mesh.of(d=2), "data")), model, batch), wanted)

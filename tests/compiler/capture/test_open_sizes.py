@@ -114,9 +114,11 @@ def test_sizes_stay_closed_where_the_loss_function_takes_a_gradient():
     ("loss_fn", "said"),
     [
         (branch, "only for batch.shape[1] <= 16, at test_open_sizes.py:{} in branch: if batch.shape[1] > 16:"),
-        *slow((loop, "only for batch.shape[1] == 8, at test_open_sizes.py:")),
+        *slow(
+            (loop, "only for batch.shape[1] == 8, at test_open_sizes.py:"),
+            (number, "only for batch.shape[1] == 8, at test_open_sizes.py:"),
+        ),
         (in_words, "only for batch.shape[1] == 8"),
-        (number, "only for batch.shape[1] == 8, at test_open_sizes.py:"),
     ],
 )
 def test_what_python_decides_by_a_size_is_noted(loss_fn, said):

@@ -197,7 +197,7 @@ def test_data_is_what_is_detached():
 class Masked(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), 2)
+        self.layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), 1)
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(4))
 
     def forward(self, x):

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import decoder
+from rows import slow
 from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.lower.lower import lower
 from shardwright.compiler.lower.operators.scheduled import _HandOut
@@ -21,7 +22,7 @@ from shardwright.errors import PlanError, UsageError
 from whole import communicated, measured_peak, measured_peaks, plan_of, run, same, splitting_hardware
 
 # stages, other axes, microbatches: also more of them than rows, and uneven ones
-SLOWER = [pytest.param(*case, marks=pytest.mark.slow) for case in [("pp=2", 2), ("pp=2,dp=3", 2), ("pp=3,tp=2", 4)]]
+SLOWER = slow(("pp=2", 2), ("pp=2,dp=3", 2), ("pp=3,tp=2", 4))
 
 
 def in_stages(captured, mesh, microbatches=None, mode="data", **options):
@@ -358,7 +359,7 @@ def test_a_later_plan_computes_where_parameters_are_held():
 def test_microbatches_that_are_over_leave_nothing_behind(monkeypatch):
     """With 1F1B the last stage holds one microbatch, however many there are."""
     model, peaks = decoder.Decoder(layers=1).double(), []
-    for microbatches in (6, 12):
+    for microbatches in (4, 8):
         batch = decoder.batch_of(4 * microbatches, 6)
         captured = captured_step(model, decoder.loss_fn, batch, {})
         plan = in_stages(captured, "pp=2", microbatches, schedule="1f1b")

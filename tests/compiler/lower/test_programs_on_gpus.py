@@ -7,6 +7,7 @@ import torch
 
 from gpu_like import LIKE_A_GPU, OnGpus, gpu_autocast, on_gpu, step_on_gpu
 from models import NETWORKS
+from rows import slow
 from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.lower.operators import kernels
 from shardwright.compiler.lower.operators.guard import Guard
@@ -38,7 +39,7 @@ def check(name, precision, search, mesh, ranks):
                 assert (values[label].dtype, values[label].device) == (value.dtype, LIKE_A_GPU), label
 
 
-@pytest.mark.parametrize("name", ["perceptron", "transformer"])
+@pytest.mark.parametrize("name", [*slow("perceptron"), "transformer"])
 def test_programs_of_networks_run_on_gpus(name):
     check(name, "bf16", "propagation", Mesh.of(d=4), [0])
 

@@ -153,7 +153,7 @@ def chosen_by_mindspore(network, hint):
 
 
 # The others are these in other sizes.
-EACH = [pytest.param(n, marks=() if n in ("net004", "mlp4", "tfbig") else pytest.mark.slow) for n in NETWORKS]
+EACH = [pytest.param(n, marks=() if n in ("net004", "tfbig") else pytest.mark.slow) for n in NETWORKS]
 
 
 @pytest.mark.parametrize("hint", ["hint", pytest.param("nohint", marks=pytest.mark.slow)])

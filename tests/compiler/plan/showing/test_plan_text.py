@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional as F
 
 import shardwright as sw
+from rows import slow
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.report.ir import strategies_text
 from whole import plan_of
@@ -56,7 +57,9 @@ def test_operators_without_a_rule_are_named():
     assert "without a rule, run whole on every device: aten._linalg_det.default" in str(plan)
 
 
-@pytest.mark.parametrize(("mode", "obeys"), [("single", False), ("data", False), ("semi-auto", True), ("auto", True)])
+@pytest.mark.parametrize(
+    ("mode", "obeys"), [*slow(("single", False), ("auto", True)), ("data", False), ("semi-auto", True)]
+)
 def test_an_operator_is_called_pinned_where_the_mode_obeys_pins(mode, obeys):
     model = sw.shard(torch.nn.Linear(4, 4), ((1, 1), (2, 1), (2,)))
     plan = plan_of(model, lambda m, x: m(x).square().mean(), torch.zeros(4, 4), Mesh.of(ranks=2), mode)
