@@ -134,7 +134,7 @@ def test_the_bytes_of_the_search_are_never_above_those_held(monkeypatch):
 
 @pytest.mark.parametrize("mode", ["data", "auto"])
 def test_few_of_many_equal_layers_are_computed_again_where_few_serve(mode):
-    layers, batch = nn.Sequential(*(Block() for _ in range(4))), torch.randn(512, 8)
+    layers, batch = nn.Sequential(*(Block() for _ in range(6))), torch.randn(512, 8)
     captured = captured_step(layers, lambda m, b: m(b).square().sum(), batch, {})
     free = make.make_plan(captured, PlanRequest(Mesh.of(d=2), "data"))
     counts = []
@@ -149,5 +149,5 @@ def test_few_of_many_equal_layers_are_computed_again_where_few_serve(mode):
             again = plan.computing_again(fewer.recomputed)
             assert (again, again.held, again.transfers) == (fewer, fewer.held, fewer.transfers)
             assert again.transfers is plan.transfers
-    assert counts[0] == 0 < counts[1] < counts[2] < 4
+    assert counts[0] == 0 < counts[1] < counts[2] < 6
     assert mode == "data" or plan.bound <= plan.cost
