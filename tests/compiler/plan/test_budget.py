@@ -1,7 +1,6 @@
 """Plans within a budget of bytes: what is found fits, and no plan that fits costs less than the bound."""
 
 import contextlib
-import copy
 import itertools
 import math
 import random
@@ -13,9 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-import shardwright as sw
 from models import NETWORKS
-from ranks import run_ranks
 from shardwright.common.words import in_bytes
 from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.lower.liveness import peak_of
@@ -40,7 +37,7 @@ from shardwright.compiler.plan.search.exact import Table, cost_at, minimise
 from shardwright.compiler.plan.search.narrow import NothingBelow, least, plus
 from shardwright.compiler.plan.search.weights import Weights
 from shardwright.errors import PlanError
-from whole import communicated, losses_of, plan_of, planned, run, same
+from whole import communicated, plan_of, planned, run, same
 
 
 @pytest.mark.parametrize("seed", [*range(10), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(10, 40))])
@@ -523,25 +520,3 @@ def test_other_searches_keep_a_budget_and_are_exact(search, widened):
     same(run(plan, model, batch), expected, 1e-5)
     with pytest.raises(PlanError, match="no plan was found under which a device holds 1 B or less"):
         make.make_plan(captured, replace(request, memory=1))
-
-
-def trained_in_parts():
-    """The losses of three steps of training on ranks that hold little, and those of plain PyTorch."""
-    sw.init()
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(31, 33), torch.nn.ReLU(), torch.nn.Linear(33, 31)).double()
-    plain = copy.deepcopy(model)
-    batch = torch.randn(12, 31, dtype=torch.float64), torch.randn(12, 31, dtype=torch.float64)
-    memory = sum(parameter.nbytes for parameter in model.parameters()) * 4 * 14 // 20
-    parallel = sw.parallelize(model, mse, batch, batch="global", memory=memory, optimizer="adamw")
-    found = losses_of(parallel, torch.optim.AdamW(parallel.parameters(), lr=1e-2), batch)
-    expected = losses_of(lambda b: mse(plain, b), torch.optim.AdamW(plain.parameters(), lr=1e-2), batch)
-    matrices = [value for value in parallel.plan.capture.of_kind("parameter") if len(value.shape) > 1]
-    return found, expected, [parallel.plan.bytes_of(value) / value.bytes for value in matrices]
-
-
-@pytest.mark.slow
-def test_ranks_train_with_uneven_parts_as_one_device_does():
-    for found, expected, parts in run_ranks(4, trained_in_parts):
-        assert found == pytest.approx(expected, rel=1e-10)
-        assert max(parts) < 0.3

@@ -236,7 +236,7 @@ def test_a_mask_that_stays_is_built_of_the_part_that_a_rank_needs(how):
 
 def transformers_model(name):
     transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
     more = {"intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": 32}
     if name == "llama":
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **more))
@@ -255,31 +255,6 @@ def tokens(rows=6, length=12, **more):
     return {"input_ids": ids, "labels": ids, **more}
 
 
-@pytest.mark.parametrize(
-    ("name", "expected", "dtype"),
-    slow(("llama", "causal", torch.bfloat16), ("mistral", "other", torch.float64), ("gpt2", "causal", torch.float64)),
-)
-def test_models_of_transformers_without_padding_have_no_mask(name, expected, dtype):
-    model = transformers_model(name).to(dtype)
-    captured = captured_step(model, language_loss, tokens(), {}, "fine-tuning")
-    assert kinds(captured) == [expected] * 2
-    masks = [value for value in captured.values.values() if value.dtype == torch.bool]
-    assert bool(masks) == (expected == "other")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_models_of_transformers_equal_plain_pytorch(name):
-    torch.manual_seed(0)
-    model = transformers_model(name).double()
-    for dropout in (module for module in model.modules() if isinstance(module, nn.Dropout)):
-        dropout.p = 0.0
-    if name == "gpt2":
-        for block in model.transformer.h:
-            block.attn.attn_dropout.p = 0.0
-    like_plain(model, language_loss, tokens(), sizes=(3,), tolerance=1e-6)
-
-
 @pytest.mark.parametrize("name", ["llama", *slow("gpt2", "mistral")])
 def test_padding_that_a_batch_does_not_have_leaves_no_mask(name):
     torch.manual_seed(0)
@@ -287,10 +262,10 @@ def test_padding_that_a_batch_does_not_have_leaves_no_mask(name):
     place = list(batch).index("attention_mask")
     traced = capture(model, language_loss, batch, "fine-tuning")
     unknown = rewrite(traced)
-    assert kinds(unknown) == ["other"] * 2
+    assert kinds(unknown) == ["other"]
     assert unknown.conditions == (frozenset() if name == "mistral" else {(place, 1)})
     known = rewrite(traced, filled={(0, 1), (place, 1), (place, 0)})
-    assert kinds(known) == ["other" if name == "mistral" else "causal"] * 2
+    assert kinds(known) == ["other" if name == "mistral" else "causal"]
     assert (known.conditions, known.filled) == (unknown.conditions, unknown.conditions)
     assert_equals_eager(known, model, language_loss, batch, tolerance=1e-6)
 

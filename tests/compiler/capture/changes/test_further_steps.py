@@ -2,7 +2,6 @@
 
 import collections
 import copy
-import types
 import warnings
 
 import pytest
@@ -31,9 +30,7 @@ class Net(nn.Module):
         super().__init__()
         self.first, self.last, self.step = nn.Linear(4, 4), nn.Linear(4, 4), step
         self.features, self.outputs, self.recent = {}, [], collections.deque(maxlen=3)
-        self.context = types.SimpleNamespace(mask=None)
         self.mask, self.hidden, self.older, self.calls = None, None, None, 0
-        self.two = collections.deque([torch.zeros(4), torch.ones(4)], maxlen=2)
         self.one, self.other = torch.zeros(6, 4), torch.ones(6, 4)
         self.register_buffer("table", torch.arange(8.0).view(2, 4))
 
@@ -56,14 +53,6 @@ def loss_of(model, x):
 
 def what_a_hook_keeps():
     return Hooked(lambda m, y, x: m.last(y)), lambda m, x: loss_of(m, x) + m.features["middle"].abs().mean()
-
-
-def an_attribute_of_an_object():
-    def step(m, y, x):
-        m.context.mask = x.gt(0).to(x.dtype)
-        return m.last(y) * m.context.mask
-
-    return Net(step), loss_of
 
 
 def losses_in_a_list():
@@ -102,15 +91,6 @@ def beside_a_mask_that_is_made_once():
     return Net(step), lambda m, x: loss_of(m, x) + m.features["y"].mean()
 
 
-def a_pair_for_each_layer():
-    def step(m, y, x):
-        m.features[0] = (y, y * 2)
-        key, value = m.features[0]
-        return m.last(key) * value
-
-    return Net(step), loss_of
-
-
 def what_looks_into_a_parameter():
     model = Net(lambda m, y, x: m.last(y) @ m.turned)
 
@@ -140,12 +120,10 @@ def a_variable():
 
 HARMLESS = {
     what_a_hook_keeps: "",
-    an_attribute_of_an_object: "",
     losses_in_a_list: "model.outputs gets another tensor at each step, at ",
     the_losses_of_late: "model.recent gets another tensor at each step, at ",
     a_list_that_is_emptied_first: "",
     beside_a_mask_that_is_made_once: "",
-    a_pair_for_each_layer: "",
     what_looks_into_a_parameter: "",
     by_the_module_that_made_it: "",
     a_variable: f"latest, a variable of {__name__}, is changed by the loss function",
@@ -197,18 +175,6 @@ def a_branch(m, y, x):
     return m.last(y)
 
 
-def without_a_gradient_later(m, y, x):
-    y = y.detach() if "y" in m.features else y
-    m.features["y"] = y
-    return m.last(y)
-
-
-def the_batch_before(m, y, x):
-    before = m.features.get("x", x)
-    m.features["x"] = x
-    return m.last(y) + before
-
-
 def how_many_there_are(m, y, x):
     m.outputs.append(y.detach())
     return m.last(y) * (2 if len(m.outputs) > 3 else 1)
@@ -230,22 +196,6 @@ def of_two_steps_before(m, y, x):
 def passed_on(m, y, x):
     y = y + m.other
     m.other, m.one = m.one, y.detach()
-    return m.last(y)
-
-
-def every_other_step(m, y, x):
-    y, m.hidden = (y, x) if m.hidden is None else (y * 2, None)
-    return m.last(y)
-
-
-def what_falls_from_step_to_step(m, y, x):
-    m.hidden = torch.ones(4) if m.hidden is None else m.hidden * 0.5
-    return m.last(y) * m.hidden
-
-
-def the_last_two(m, y, x):
-    y = y + sum(m.two)
-    m.two.append(x.mean(0))
     return m.last(y)
 
 
@@ -284,15 +234,10 @@ def the_next_of_a_table(m, y, x):
 
 STATE = {
     a_branch: "features.x is not there",
-    without_a_gradient_later: "features.y is not there",
-    the_batch_before: "features.x is not there",
     how_many_there_are: "outputs.0 is not there",
     what_is_counted: "features.x is not there",
     of_two_steps_before: "hidden is None",
     passed_on: "one is read",
-    every_other_step: "hidden is None",
-    what_falls_from_step_to_step: "hidden is None",
-    the_last_two: "two is read",
     by_module: "features.Linear@0 is not there",
     once_of_all_captures: "hidden is None",
     a_mark: "hidden is None",

@@ -1,4 +1,4 @@
-"""Elimination finds the minimum: against trying everything, and against integer programming."""
+"""Elimination finds the minimum: against trying everything (and in test_never_worse against integer programming)."""
 
 import itertools
 import math
@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.optimize import LinearConstraint, milp
 
 from shardwright.compiler.plan.search import exact, min_sum
 from shardwright.compiler.plan.search.exact import Table, TooWide, cost_at, minimise, without_narrow
@@ -105,50 +104,6 @@ def test_variables_without_a_choice_widen_no_table():
     assert minimise([1] * 90, ring + chords) == (90.0 * 44, [0] * 90)
     tail = Table((90, 3, 91), np.array([[[5.0, 2.0]], [[7.0, 4.0]]]))
     assert minimise([1] * 90 + [2, 2], [*ring, *chords, tail]) == (90.0 * 44 + 2, [0] * 91 + [1])
-
-
-def integer_program(domains, tables):
-    """The same minimum by HiGHS: a binary per variable's value and per table's entry, marginals tied together."""
-    columns = [(v, i) for v, n in enumerate(domains) for i in range(n)]
-    column = {key: at for at, key in enumerate(columns)}
-    costs = [0.0] * len(columns)
-    entries = {}
-    for number, table in enumerate(tables):
-        for index in np.ndindex(table.costs.shape):
-            entries[number, index] = len(costs)
-            costs.append(float(table.costs[index]))
-    rows, low, high = [], [], []
-
-    def add(terms, value):
-        row = np.zeros(len(costs))
-        for at, coefficient in terms:
-            row[at] += coefficient
-        rows.append(row)
-        low.append(value)
-        high.append(value)
-
-    for v, n in enumerate(domains):
-        add([(column[v, i], 1) for i in range(n)], 1)
-    for number, table in enumerate(tables):
-        for axis, v in enumerate(table.scope):
-            for i in range(domains[v]):
-                same = [(entries[number, index], 1) for index in np.ndindex(table.costs.shape) if index[axis] == i]
-                add([*same, (column[v, i], -1)], 0)
-        if not table.scope:
-            add([(entries[number, ()], 1)], 1)
-    solution = milp(
-        costs, constraints=LinearConstraint(np.array(rows), low, high), integrality=np.ones(len(costs)), bounds=(0, 1)
-    )
-    return solution.fun
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_integer_programming_agrees(seed):
-    random = np.random.default_rng(seed)
-    domains = [3, 4, 2, 3, 4, 3]
-    scopes = [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (0, 2), (1, 4, 5), (3,)]
-    tables = [Table(s, random.random([domains[v] for v in s])) for s in scopes]
-    assert minimise(domains, tables)[0] == pytest.approx(integer_program(domains, tables), abs=1e-7)
 
 
 def test_a_long_chain_is_linear():
