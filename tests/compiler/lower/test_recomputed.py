@@ -140,30 +140,6 @@ def test_buffers_that_a_block_changes_are_read_as_they_were():
         assert made_again[0] == kept[0]
 
 
-def within(memory):
-    torch.manual_seed(0)
-    model, batch = Transformer(layers=4), BATCH(64)
-    parallel = sw.parallelize(model, next_token, batch, batch="global", memory=memory)
-    losses = losses_of(parallel, torch.optim.AdamW(parallel.parameters(), lr=1e-3), batch)
-    return losses, parallel.plan.held.total, sorted(parallel.plan.recomputed)
-
-
-def ranks_within(memory):
-    sw.init()
-    return within(memory)
-
-
-@pytest.mark.slow
-def test_two_ranks_train_with_dropout_within_a_budget_that_nothing_else_keeps():
-    memory = 1_600_000
-    plenty = run_ranks(2, ranks_within, None)[0]
-    assert plenty[1] > 1.4 * memory
-    for losses, held, names in run_ranks(2, ranks_within, memory):
-        assert held <= memory
-        assert names  # layers that are computed again
-        assert losses == pytest.approx(plenty[0], rel=1e-5)
-
-
 def test_patterns_that_match_nothing_and_plans_that_were_edited_are_refused():
     model, batch = Transformer(), BATCH(8)
     with pytest.raises(UsageError, match=r"recompute names 'blocks.\*', which no module matches that is run at once; "):
