@@ -13,6 +13,7 @@ from shardwright.compiler.mesh.layout import Layout, Split
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.mesh.redistribute import redistribute
 from shardwright.compiler.mesh.simulate import simulate
+from shardwright.compiler.mesh.together import all_gather_together
 from shardwright.errors import LoweringError
 
 PAIR = Mesh.of(a=2)
@@ -132,6 +133,21 @@ def test_bools_travel_but_are_not_summed():
     ):
         with pytest.raises(LoweringError, match="bools cannot be a partial sum; convert it to an integer type first"):
             simulate(PAIR, fn)
+
+
+def test_tensors_that_are_gathered_together_take_their_parts_of_gradients_that_are_whole():
+    wholes = [torch.arange(15.0).reshape(5, 3), torch.arange(4.0)]
+
+    def run(comm):
+        at = [Layout.split(whole.ndim, {0: ["a"]}).local_slice(whole.shape, PAIR, comm.rank) for whole in wholes]
+        parts = [whole[mine].clone().requires_grad_() for whole, mine in zip(wholes, at, strict=True)]
+        given = [(part, {"dim": 0, "size": len(whole)}) for part, whole in zip(parts, wholes, strict=True)]
+        made = all_gather_together(comm, ("a",), "slice", *given)
+        gradients = torch.autograd.grad(made, parts, [3 * whole for whole in wholes])
+        assert all(map(torch.equal, made, wholes))
+        assert all(torch.equal(found, 3 * part) for found, part in zip(gradients, parts, strict=True))
+
+    simulate(PAIR, run)
 
 
 def test_a_part_of_another_size_is_named():
