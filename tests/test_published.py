@@ -93,6 +93,7 @@ def mixtral(published):
     return run
 
 
+@pytest.mark.slow
 def test_a_step_of_experts_is_predicted(published, mixtral):
     """Stages in turn wait less, and experts that are computed again get their tokens again."""
     plans = [published.plan_of(mixtral, layers) for layers in (1, 2)]

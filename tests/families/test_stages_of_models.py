@@ -78,10 +78,11 @@ def plan_of(name, mesh, microbatches=None, schedule=None, rows=8):
 
 
 # model, mesh, microbatches, schedule, rows: 4 layers in 3 stages are uneven, and so are 7 rows.
-QUICK = [("gpt", "pp=2,dp=2,tp=2", 2, None, 7), ("resnet", "pp=2,dp=2", 1, None, 7)]
+QUICK = [("gpt", "pp=2,tp=2", 2, None, 7), ("resnet", "pp=2,dp=2", 1, None, 7)]
 LANGUAGES = ("gpt", "llama", "mixtral")
 MANY = [
     ("gpt", "pp=3", 3, None, 7),
+    ("gpt", "pp=2,dp=2,tp=2", 2, None, 7),
     *((name, mesh, microbatches, None, rows)
       for name in LANGUAGES for rows in (7, 8)
       for mesh, microbatches in (("dp=3", None), ("tp=4", None), ("pp=1,dp=2", 4), ("pp=2", 4), ("pp=4", 8),

@@ -369,7 +369,7 @@ def test_microbatches_that_are_over_leave_nothing_behind(monkeypatch):
 
 
 def test_what_is_gathered_within_a_stage_is_held_once_with_its_gradient(monkeypatch):
-    model, batch = decoder.Decoder(4, 64, 4, 2, 256, 64).double(), decoder.batch_of(16, 4, 64)
+    model, batch = decoder.Decoder(2, 64, 4, 2, 256, 64).double(), decoder.batch_of(16, 4, 64)
     captured = captured_step(model, decoder.loss_fn, batch, {})
     free = in_stages(captured, "pp=2,dp=2", 4, schedule="1f1b")
     plan = in_stages(captured, "pp=2,dp=2", 4, "auto", schedule="1f1b", memory=int(0.95 * free.held.total))

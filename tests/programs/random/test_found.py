@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from rows import slow
 from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.plan.make import make_plan
@@ -144,8 +145,7 @@ def test_a_copy_made_without_gradients_has_none():
 @pytest.mark.parametrize(
     "itself",
     [
-        lambda h: h.double(),
-        lambda h: h.to("cpu").type_as(h).contiguous(),
+        *slow(lambda h: h.double(), lambda h: h.to("cpu").type_as(h).contiguous()),
         lambda h: +h.real.conj().resolve_conj(),
         lambda h: torch.atleast_2d(h.flatten(0, 0)),
         lambda h: torch.broadcast_tensors(h, h[:1])[0],

@@ -32,7 +32,7 @@ def hold_many(count, plans, longest):
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch about operators, and of ours about what is written beside the graph
-@pytest.mark.parametrize("count", [8, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [6, pytest.param(64, marks=pytest.mark.slow)])
 def test_random_programs(count):
     """Each is captured once, which is what takes time, and held under two plans."""
     hold_many(count, plans=2, longest=7)
