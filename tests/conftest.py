@@ -30,9 +30,7 @@ with contextlib.suppress(OSError, RuntimeError):
 settings.register_profile(
     "any machine", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
-settings.register_profile(
-    "brief", settings.get_profile("any machine"), max_examples=30
-)  # where slow tests are left out
+settings.register_profile("brief", settings.get_profile("any machine"), max_examples=30)  # without slow tests
 settings.load_profile("any machine")
 # It would take some numbers from the package's modules that are imported by then, as tests before have left them.
 assert callable(providers._get_local_constants), "another release of hypothesis: find what has its place"
