@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import types
 import warnings
 
 import pytest
@@ -30,6 +31,7 @@ class Net(nn.Module):
         super().__init__()
         self.first, self.last, self.step = nn.Linear(4, 4), nn.Linear(4, 4), step
         self.features, self.outputs, self.recent = {}, [], collections.deque(maxlen=3)
+        self.context = types.SimpleNamespace(mask=None)
         self.mask, self.hidden, self.older, self.calls = None, None, None, 0
         self.one, self.other = torch.zeros(6, 4), torch.ones(6, 4)
         self.register_buffer("table", torch.arange(8.0).view(2, 4))
@@ -53,6 +55,14 @@ def loss_of(model, x):
 
 def what_a_hook_keeps():
     return Hooked(lambda m, y, x: m.last(y)), lambda m, x: loss_of(m, x) + m.features["middle"].abs().mean()
+
+
+def an_attribute_of_an_object():
+    def step(m, y, x):
+        m.context.mask = x.gt(0).to(x.dtype)
+        return m.last(y) * m.context.mask
+
+    return Net(step), loss_of
 
 
 def losses_in_a_list():
@@ -120,6 +130,7 @@ def a_variable():
 
 HARMLESS = {
     what_a_hook_keeps: "",
+    an_attribute_of_an_object: "",
     losses_in_a_list: "model.outputs gets another tensor at each step, at ",
     the_losses_of_late: "model.recent gets another tensor at each step, at ",
     a_list_that_is_emptied_first: "",
@@ -152,7 +163,14 @@ def plainly(model, loss):
 
 
 @pytest.mark.parametrize(
-    "made", brief(HARMLESS, losses_in_a_list, beside_a_mask_that_is_made_once, what_looks_into_a_parameter)
+    "made",
+    brief(
+        HARMLESS,
+        an_attribute_of_an_object,
+        losses_in_a_list,
+        beside_a_mask_that_is_made_once,
+        what_looks_into_a_parameter,
+    ),
 )
 def test_what_a_further_step_does_not_compute_from_is_no_state(made):
     (model, loss), batches = made(), [torch.randn(6, 4) for _ in range(3)]

@@ -6,7 +6,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.compiler.plan.search import exact, min_sum
@@ -127,6 +127,7 @@ def test_too_wide_is_said_not_approximated():
         minimise([10] * 6, tables, limit=1000)
 
 
+@settings(max_examples=100)
 @given(problems(), st.sampled_from([1, 4, 30]))
 def test_variables_are_settled_until_no_table_is_larger(problem, limit):
     """And none where none is."""
