@@ -1,6 +1,7 @@
 """A Llama whose sequence is split over ranks is the Llama of one device: rings of keys, and all-to-alls over heads."""
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import shardwright as sw
 import whole
+from ranks import run_ranks
 from shardwright.compiler.capture.rewriting.masks import ATTENTION
 from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.lower.lower import lower
@@ -114,6 +117,18 @@ def test_a_llama_in_a_ring_is_that_of_one_device(sizes, monkeypatch):
     assert max(watched) <= length * WIDTH < length * heads * WIDTH < length * length
 
 
+@pytest.mark.slow
+def test_microbatches_of_stages_go_through_rings(monkeypatch):
+    length = 12
+    ids, labels = torch.randint(0, WORDS, (2, 4, length), generator=torch.Generator().manual_seed(0))
+    model, batch = llama(3, 3, length), (ids, labels.masked_fill(labels == 3, -100))
+    captured = captured_step(model, loss_fn, batch, {})
+    request = PlanRequest(Mesh.parse("pp=2,cp=2"), hardware=linked_hardware(), microbatches=2, schedule="1f1b")
+    plan = in_a_ring(monkeypatch, captured, request)
+    assert [lower(plan, rank).source.count("kernels.balanced_ring_attention(") for rank in range(4)] == [2] * 4
+    same(gradients(run(plan, model, batch)), gradients(plain(model, loss_fn, batch)))
+
+
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_llama_with_padding_in_a_ring_is_that_of_one_device(ranks, monkeypatch):
     """A mask of the queries here, and of all keys, is all that there is of it."""
@@ -195,3 +210,39 @@ def test_a_ring_may_begin_anew_in_the_backward(monkeypatch):
     assert (shifted.count("forward"), shifted.count("backward")) == (2, 2 + 5)
     assert lower(plan, 0).source.count("kernels.balanced_ring_attention(") == 2
     same(gradients(run(plan, model, batch)), gradients(plain(model, loss_fn, batch)))
+
+
+def five_steps(path):
+    """Losses of five steps, and the parameters then, of a rank that trains by a plan; of one device without a path."""
+    model = llama(3, 1, 21)
+    if path is not None:
+        torch.set_num_threads(1)
+        sw.init()
+        model = sw.parallelize(model, loss_fn, batch_of(21), "auto", batch="global", plan=path)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(5):
+        loss = model(batch_of(21, step)) if path is not None else loss_fn(model, batch_of(21, step))
+        (loss[0] if isinstance(loss, tuple) else loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    after = model.state_dict() if path is None else {n: p.full_tensor() if hasattr(p, "full_tensor") else p
+                                                     for n, p in model.named_parameters()}  # fmt: skip
+    return losses, {name: after[name].detach().tolist() for name in dict(llama(3, 1, 21).named_parameters())}
+
+
+@pytest.mark.slow
+def test_processes_train_a_llama_in_a_ring(monkeypatch, tmp_path):
+    captured = captured_step(llama(3, 1, 21), loss_fn, batch_of(21), {})
+    plan = in_a_ring(monkeypatch, captured, PlanRequest(Mesh.of(d=3), hardware=splitting_hardware()))
+    assert [p for p in plan.collectives() if p.collective.kind == "shift"]
+    (tmp_path / "plan.json").write_text(plan.to_json())
+    losses, parameters = five_steps(None)
+    for found, after in run_ranks(3, partial(five_steps, str(tmp_path / "plan.json"))):
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(losses), rtol=1e-10, atol=0)
+        for name, expected in parameters.items():
+            torch.testing.assert_close(
+                torch.tensor(after[name], dtype=torch.float64), torch.tensor(expected, dtype=torch.float64),
+                rtol=0, atol=1e-9,
+            )  # fmt: skip

@@ -2,6 +2,7 @@
 
 import copy
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from exact_models import NAMED, mixture
 from torch.nn import functional as F
 
 import shardwright as sw
+from ranks import run_ranks
 from rows import slow
 from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.lower.lower import lower
@@ -138,6 +140,47 @@ def test_a_search_sends_tokens_to_experts_and_says_so():
     told = Explainer(plan, hardware).answer(node.name)
     assert f"rows go to the devices of their experts, and results back, over {'·'.join(a.name for a in axes)}." in told
     assert "kernels.experts(" in lower(plan, 0).source
+
+
+def five_steps(name, ranks, backend):
+    """Losses of five steps and the parameters then, of a rank that has some of the experts, or of one device."""
+    model = mixture(name)
+    if ranks:
+        torch.set_num_threads(1)
+        transformers.logging.set_verbosity_error()
+        sw.init(backend=backend)
+        given = {"mode": "auto", "search": "propagation", "batch": "global", "mesh": f"ep={ranks}"}
+        model = sw.parallelize(model, loss_fn, batch_of(), pins=pins(ranks, ranks), **given)
+        assert exchanged(model.plan) == {"forward": 3, "backward": 2}
+    else:
+        model.config._experts_implementation = "eager"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(5):
+        loss = model(batch_of(step)) if ranks else loss_fn(model, batch_of(step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    with torch.no_grad():
+        losses.append((model(batch_of(7)) if ranks else loss_fn(model, batch_of(7))).item())
+    named = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in model.named_parameters()}
+    return losses, {name: value.detach().tolist() for name, value in named.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "ranks", "backend"), [("mixtral", 2, "shm"), ("deepseek_v3", 2, "gloo"), ("qwen3_moe", 4, "gloo")]
+)
+def test_processes_train_mixtures(name, ranks, backend):
+    losses, parameters = five_steps(name, 0, backend)  # here, where transformers is imported
+    for found, after in run_ranks(ranks, partial(five_steps, name, ranks, backend)):
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(losses), rtol=1e-10, atol=0)
+        assert after.keys() == parameters.keys()
+        for key, expected in parameters.items():
+            ours, theirs = (torch.tensor(x, dtype=torch.float64) for x in (after[key], expected))
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)
 
 
 def test_microbatches_send_their_own_rows():

@@ -1,5 +1,6 @@
 """GPT, Llama, Mixtral and ResNet through stages and parts of every kind are those of one device."""
 
+import copy
 from functools import cache
 
 import pytest
@@ -61,20 +62,21 @@ def captured_of(name, rows, experts):
     model, batch = MODELS[name]().double(), batch_of(name, rows)
     pins = {EXPERTS: ((experts, 1), (experts, 1), (experts, 1), (experts, 1, 1, 1), (experts, 1, 1))}
     captured = captured_step(model, loss_fn, batch, pins if experts > 1 else {})
-    return model, captured, run(make_plan(captured, PlanRequest(Mesh(()), "single")), model, batch)
+    single = make_plan(captured, PlanRequest(Mesh(()), "single"))
+    return model, captured, single, run(single, model, batch)
 
 
 def plan_of(name, mesh, microbatches=None, schedule=None, rows=8):
     """The plan of a case: "auto" by prices that split all that can be, where the mesh has more than stages and rows."""
     sizes = Mesh.parse(mesh)
     experts = next((axis.size for axis in sizes.axes if axis.name == "ep"), 1)
-    model, captured, expected = captured_of(name, rows, experts)
+    model, captured, single, expected = captured_of(name, rows, experts)
     search = {"search": "propagation"} if experts > 1 else {}
     mode = "data" if set(sizes.names) <= {"pp", "dp"} else "auto"
     request = PlanRequest(
         sizes, mode, hardware=splitting_hardware(), microbatches=microbatches, schedule=schedule, **search
     )
-    return model, make_plan(captured, request), expected
+    return model, make_plan(captured, request), single, expected
 
 
 # model, mesh, microbatches, schedule, rows: 4 layers in 3 stages are uneven, and so are 7 rows.
@@ -110,6 +112,40 @@ MANY = [
     [*QUICK, *slow(*MANY)],
 )
 def test_a_step_is_that_of_one_device(name, mesh, microbatches, schedule, rows):
-    model, plan, expected = plan_of(name, mesh, microbatches, schedule, rows)
+    model, plan, _, expected = plan_of(name, mesh, microbatches, schedule, rows)
     assert (plan.stages is None) == ("pp" not in mesh)
     same(run(plan, model, batch_of(name, rows)), expected)
+
+
+def trained(plan, model, name, rows):
+    """The losses of five steps of AdamW on other batches, and the parameters behind them."""
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(5):
+        found = run(plan, model, batch_of(name, rows, step), seed=step)
+        losses.append(found["loss"].item())
+        for label, parameter in model.named_parameters():
+            parameter.grad = found[f"gradient of {label}"]
+        optimizer.step()
+        model.load_state_dict({**model.state_dict(), **{label.removeprefix("buffer "): value
+                               for label, value in found.items() if label.startswith("buffer")}})  # fmt: skip
+    return {"loss": torch.tensor(losses, dtype=torch.float64), **model.state_dict()}
+
+
+STEPS = [
+    ("gpt", "pp=2,dp=2", 2, None, 8),
+    ("gpt", "pp=4,tp=2", 4, None, 8),
+    ("llama", "pp=2,cp=2", 4, "interleaved", 8),
+    ("mixtral", "pp=2,ep=2", 2, None, 8),
+    ("resnet", "pp=2,dp=2", 1, None, 7),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "mesh", "microbatches", "schedule", "rows"), STEPS)
+def test_five_steps_are_those_of_one_device(name, mesh, microbatches, schedule, rows):
+    model, plan, single, _ = plan_of(name, mesh, microbatches, schedule, rows)
+    found, expected = (trained(each, model, name, rows) for each in (plan, single))
+    for label, value in expected.items():
+        torch.testing.assert_close(found[label], value, rtol=0, atol=1e-9, msg=label)
