@@ -19,7 +19,7 @@ from shardwright.compiler.plan.pricing.schedule import (
 )
 from shardwright.errors import UsageError
 
-GROUPS, MICROBATCHES = range(1, 6), range(1, 10)
+GROUPS, MICROBATCHES = range(1, 9), range(1, 17)
 FORWARD, BACKWARD = 1.0, 2.0
 
 
@@ -37,7 +37,7 @@ def test_a_bubble_lasts_for_as_many_microbatches_as_there_are_other_stages(name)
 
 
 def test_interleaved_stages_wait_a_fraction_of_the_time():
-    for groups, rounds, each in itertools.product(range(2, 6), range(1, 4), (2, 3)):
+    for groups, rounds, each in itertools.product(range(2, 9), range(1, 5), (2, 3, 4)):
         microbatches = groups * rounds
         run = simulate(schedule("interleaved", groups, microbatches, groups * each), equal(groups * each, each))
         whole = (microbatches + (groups - 1) / each) * (FORWARD + BACKWARD)
