@@ -71,7 +71,7 @@ class MemoryModel:
         self._largest_buffer = _largest_buffer(plan)
         self._small_gathers = list(_small_gathers(plan))
         self._moved = dict(_moved(plan))
-        self._sizes = dict(_sizes(plan, self._moved, size_of))
+        self._sizes = dict(_sizes(plan, self._moved, size_of, rank))
         self._alive, self._size_of = AliveBytes(plan, size_of), size_of
         # Cached by the operators of a stage: plans that differ in blocks and `again` have the same acts.
         self._alive_of: dict[frozenset[str], AliveBytes] = {}
@@ -232,9 +232,7 @@ class _Storages:
         lying += [self._made[node.results[i]] for i in saved.results or ()]
         found = {storage: self._sizes[storage] for storage in lying if storage in self._sizes}
         if saved.internal:
-            layouts = {name: plan.target(node, i).layout for i, name in enumerate(node.operands)}
-            layouts |= {name: plan.layout(name) for name in node.results}
-            found["internal", node.name] = plan.kept.internal_bytes(node, layouts.__getitem__, plan.mesh, self._rank)
+            found["internal", node.name] = self._sizes["internal", node.name]
         return found
 
     def given_to(self, block: Block, plan: Decisions) -> dict[Storage, int]:
@@ -386,13 +384,17 @@ def _sizing(mesh: Mesh, rank: int) -> Callable[[Value, Layout], int]:
 
 
 def _sizes(
-    plan: Decisions, moved: Mapping[tuple[str, int], Storage], size_of: Callable[[Value, Layout], int]
+    plan: Decisions, moved: Mapping[tuple[str, int], Storage], size_of: Callable[[Value, Layout], int], rank: int
 ) -> Iterator[tuple[Storage, int]]:
-    """Yield the bytes of each storage: of each value where it is made, and where it is moved."""
+    """Yield the bytes of each storage: of each value where it is made, and where it is moved, and within operators."""
     for node in plan.capture.nodes:
         if node.name not in plan.kept.views:
             for name in node.results:
                 yield ("made", name), size_of(plan.capture.values[name], plan.layout(name))
+        if plan.kept.saved[node.name].internal:
+            layouts = {name: plan.target(node, i).layout for i, name in enumerate(node.operands)}
+            layouts |= {name: plan.layout(name) for name in node.results}
+            yield ("internal", node.name), plan.kept.internal_bytes(node, layouts.__getitem__, plan.mesh, rank)
     for (name, index), storage in moved.items():
         transfer = plan.way[name, index]
         yield storage, size_of(plan.capture.values[transfer.value], transfer.target.layout)

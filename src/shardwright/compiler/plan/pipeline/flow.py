@@ -30,6 +30,7 @@ from shardwright.compiler.plan.pricing.schedule import (
 from shardwright.errors import PlanError
 
 _NOTICED = 0.01  # of what a stage takes: messages that may be waited for
+_EQUAL = 1e-9  # of the time: rounding
 _MANY = 4  # microbatches to a stage: with as many, the slowest stage decides how long all take
 
 
@@ -102,7 +103,8 @@ class Flow:
         line_s = partial(self._line_s, turns(table, stages.total))
         if noticed or stages.microbatches < _MANY * stages.total:
             found = [improved(starts, operators, line_s, limits) for starts in found]
-        starts = found[int(line_s(np.array(found)).argmin())]
+        took_s = line_s(np.array(found))
+        starts = found[int((took_s <= took_s.min() * (1 + _EQUAL)).argmax())]  # the first of equals
         of, stage = {}, -1
         for at, node in enumerate(self.staged):
             stage += at in starts
@@ -123,7 +125,7 @@ class Flow:
         both_s = float(self._both_s.sum()) + 2 * float(np.sort(waits[1:])[: groups - 1].sum())
         slowest_s = 0.0
         if stages.each == 1 and groups <= min(microbatches, len(self.staged)):
-            own_s = (microbatches - 1) * self._both_s - (groups - 1) * np.array([ahead for ahead, _ in self._seconds])
+            own_s = (microbatches - 1) * self._both_s - (groups - 1) * self._seconds[:, 0]
             slowest_s = slowest(own_s, 2 * (microbatches - groups) * waits, groups)
         return least_seconds(both_s, stages.schedule, groups, microbatches, slowest_s)
 
@@ -142,16 +144,20 @@ class Flow:
         return np.concatenate([np.zeros((1, 2)), np.cumsum(self._seconds, axis=0)])
 
     @cached_property
-    def _seconds(self) -> list[tuple[float, float]]:
-        """The seconds of these operators, forward and backward, each with the redistributions of what it reads."""
-        assert self.plan.hardware is not None
-        return [*map(MicrobatchCosts(self.plan, self.plan.hardware).with_transfers_s, self.staged)]
-
-    @cached_property
     def _both_s(self) -> Floats:
         """The seconds of these operators, forward and backward together. Cached as all of this class."""
-        found: Floats = np.sum(self._seconds, axis=1)
+        found: Floats = self._seconds.sum(axis=1)
         return found
+
+    @cached_property
+    def _seconds(self) -> Floats:
+        """The seconds of these operators, each with the redistributions of what it reads: a row for each.
+
+        They are those of the forward and of the backward. Cached as all of this class.
+        """
+        assert self.plan.hardware is not None
+        took = map(MicrobatchCosts(self.plan, self.plan.hardware).with_transfers_s, self.staged)
+        return np.array([*took], dtype=float).reshape(-1, 2)
 
     @cached_property
     def _message_s(self) -> Floats:
