@@ -49,22 +49,17 @@ WEIGHT = (0.0, 1.0)  # the least and the largest
 LEVEL = 0.5  # of what planes allow the bound to rise at most, so much is looked for
 
 
-def searched_plan(
-    graph: RuledGraph, request: PlanRequest, search: SearchName, *, on_few_axes: bool = False, hiding: bool = True
-) -> Plan:
+def searched_plan(graph: RuledGraph, request: PlanRequest, search: SearchName, *, on_few_axes: bool = False) -> Plan:
     """Return the plan that costs least of those that a search finds, on no more axes than at first if ``on_few_axes``.
 
     Where the hardware hides communication behind computing, that is the plan whose step takes least, what is hidden of
     its communication taken off. It need not be the least of all, since nothing can be communicated before it is there,
     nor later than it is needed; how far it may be from it is the gap.
-
-    Args:
-        hiding: whether what the hardware hides is taken off.
     """
     row = SEARCHES[search]
     row = replace(row, most_axes=row.first_axes) if on_few_axes else row
     objective = row.objective(request.hardware, request.optimizer)
-    if not (hiding and isinstance(objective, Seconds) and request.hardware.hides_gradients):
+    if not (isinstance(objective, Seconds) and request.hardware.hides_gradients):
         return Meshes(graph, request, row).plan()
     try:
         return HidingMeshes(graph, request, row, objective).plan()

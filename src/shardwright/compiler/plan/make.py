@@ -42,7 +42,7 @@ def make_plan(capture: Capture, request: PlanRequest) -> Plan:
         return plan if request.axes is not None else with_axis_names(plan)  # an earlier plan has named them
 
 
-def _made(graph: RuledGraph, request: PlanRequest, *, on_few_axes: bool = False, hiding: bool = True) -> Plan:
+def _made(graph: RuledGraph, request: PlanRequest, *, on_few_axes: bool = False) -> Plan:
     for name in ("microbatches", "schedule"):
         if (given := getattr(request, name)) is not None:
             raise UsageError(
@@ -54,13 +54,13 @@ def _made(graph: RuledGraph, request: PlanRequest, *, on_few_axes: bool = False,
     from shardwright.compiler.plan.hidden import searched_plan  # modes that search nothing load no search
 
     _refuse_what_cannot_fit(graph, request)
-    return searched_plan(graph, request, request.searched, on_few_axes=on_few_axes, hiding=hiding)
+    return searched_plan(graph, request, request.searched, on_few_axes=on_few_axes)
 
 
 def _staged(graph: RuledGraph, request: PlanRequest) -> Plan:
     from shardwright.compiler.plan.pipeline.staged import staged_plan  # loaded where a mesh has stages
 
-    return staged_plan(graph, request, partial(_made, hiding=False))  # as prices of stages hide nothing
+    return staged_plan(graph, request, _made)
 
 
 def _with_stages_or_without(graph: RuledGraph, request: PlanRequest) -> Plan:
@@ -87,8 +87,7 @@ def _with_stages_or_without(graph: RuledGraph, request: PlanRequest) -> Plan:
         error, plan = over, None
     from shardwright.compiler.plan.pipeline.search import best_in_stages  # loaded where stages are looked for
 
-    make = partial(_made, on_few_axes=True, hiding=False)  # beside the axis of stages, whose prices hide nothing
-    found = best_in_stages(graph, request, make, plan)
+    found = best_in_stages(graph, request, partial(_made, on_few_axes=True), plan)  # beside the axis of stages
     if found is None:
         assert error is not None
         raise error

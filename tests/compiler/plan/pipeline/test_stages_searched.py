@@ -64,7 +64,7 @@ def test_the_ranks_of_a_stage_are_named_by_what_they_do():
     with torch.device("meta"):
         graph = captured_step(perceptron(), classes, (torch.randn(2**16, 1024), torch.randint(0, 10, (2**16,))), {})
     request = PlanRequest(Mesh.parse("pp=2,ranks=2"), hardware=read_hardware("h100"), microbatches=2)
-    assert make_plan(graph, request).shown_mesh == Mesh.parse("pp=2,dp=2")
+    assert make_plan(graph, request).shown_mesh == Mesh.parse("pp=2,fsdp=2")
 
 
 @pytest.mark.slow

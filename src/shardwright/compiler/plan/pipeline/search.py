@@ -1,9 +1,9 @@
 """The search for the number of pipeline stages, and of microbatches.
 
 For each number of stages that divides the devices the ranks of a stage are planned once, by the search that plans
-without stages, on few axes; nothing is hidden behind computing, as in the prices of stages. Then microbatches are
-halved for as long as a step gets quicker: fewer of them wait longer, and each is larger. What no cut can bring below
-the best plan so far is not cut, and what takes no less than that even if memory had no limit is not made to fit.
+without stages, on few axes. Then microbatches are halved for as long as a step gets quicker: fewer of them wait longer,
+and each is larger. What no cut can bring below the best plan so far is not cut, and what takes no less than that even
+if memory had no limit is not made to fit.
 """
 
 from __future__ import annotations
