@@ -6,6 +6,7 @@ import os
 import pytest
 
 from faulty_files import Disk, Faulty, Killed, crashes
+from rows import slow
 from saved import good_step, no_leftovers, save_step
 from shardwright.checkpoint.storage.files import LocalFiles
 from shardwright.checkpoint.storage.store import Retention, Store
@@ -37,7 +38,7 @@ def points(files, directory, replaced):
     [
         (False, True, 1),
         (True, False, 1),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(False, False, 1), (False, True, 6)]),
+        *slow((False, False, 1), (False, True, 6)),
     ],
     ids=["the same name", "the first save", "another name", "many crashes"],
 )

@@ -12,6 +12,7 @@ import yaml
 from scipy.io import savemat
 
 from ranks import run_ranks
+from rows import slow
 from shardwright.errors import UsageError
 from shardwright.ocr.options.parts import BACKBONES
 from shardwright.ocr.samples.drawn import Drawing, write_images
@@ -233,7 +234,7 @@ OTHERS = sorted(set(FILES) - set(QUICK))
 
 
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+@pytest.mark.parametrize("name", [*QUICK, *slow(*OTHERS)])
 def test_files_train_two_steps(name, drawn, hub):
     losses, steps, evaluation, said = trained(name, drawn, hub)
     system = yaml.safe_load(FILES[name].read_text())["system"]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from rows import slow
 from shardwright.errors import UsageError
 from shardwright.ocr.networks.crnn import CRNN, VGG7, ResNet34
 from shardwright.ocr.networks.dbnet import DBNet, resnet18_pyramid, resnet50_pyramid
@@ -130,9 +131,7 @@ NETWORKS = {
 
 @pytest.mark.networks
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize(
-    "name", ["vgg7", *(pytest.param(n, marks=pytest.mark.slow) for n in ("resnet34", "fusion", "enhanced"))]
-)
+@pytest.mark.parametrize("name", ["vgg7", *slow("resnet34", "fusion", "enhanced")])
 def test_plans_of_text_networks_give_what_one_device_gives(name):
     """Captured, each loss a quotient of sums over all ranks; uneven on 2 ranks."""
     make, loss_fn, batch_of = NETWORKS[name]

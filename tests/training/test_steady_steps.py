@@ -7,6 +7,7 @@ from torch.utils.data import TensorDataset
 import shardwright as sw
 from models import NETWORKS
 from ranks import run_ranks
+from rows import slow
 from shardwright.distributed.pending_numbers import PendingNumbers
 from shardwright.errors import UsageError
 from steady import waits_in_a_step
@@ -157,9 +158,7 @@ APART = {
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "what"), [("captured", "weights"), *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES)]
-)
+@pytest.mark.parametrize(("kind", "what"), [("captured", "weights"), *slow(*CASES)])
 def test_ranks_on_gpus_compare_in_the_next_call_what_they_were_asked_for_in_one(kind, what):
     # Where a GPU is told to assert it; and what ranks tell each other of the calls that they have made, not of a GPU.
     own = {"eager": ["__bool__ at runtime/eager.py"], "captured": ["tolist at runtime/checks/same_calls.py"]}[kind]

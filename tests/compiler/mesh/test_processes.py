@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 import shardwright as sw
 from ranks import run_ranks
+from rows import slow
 from shardwright.compiler.lower.operators.experts import experts
 from shardwright.compiler.lower.operators.ring_attention import ring_attention
 from shardwright.compiler.mesh.collectives import all_gather, apply_step
@@ -71,7 +72,7 @@ def on_processes(mesh):
 
 @pytest.mark.parametrize(
     "mesh",
-    [*(pytest.param(mesh, marks=pytest.mark.slow) for mesh in (Mesh.of(a=2), Mesh.of(a=2, b=2))), Mesh.of(a=2, b=3)],
+    [*slow(Mesh.of(a=2), Mesh.of(a=2, b=2)), Mesh.of(a=2, b=3)],
     ids=str,
 )
 def test_processes_and_simulation_agree(mesh):

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from models import NETWORKS
+from rows import slow
 from shardwright.common.words import in_bytes
 from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.lower.liveness import peak_of
@@ -40,7 +41,7 @@ from shardwright.errors import PlanError
 from whole import communicated, plan_of, planned, run, same
 
 
-@pytest.mark.parametrize("seed", [*range(10), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(10, 40))])
+@pytest.mark.parametrize("seed", [*range(10), *slow(*range(10, 40))])
 def test_the_gap_is_true_on_random_graphs(seed):
     """Against every assignment: the bound is at most the optimum, and the optimum at most what is found.
 
@@ -362,7 +363,7 @@ def test_what_no_plan_can_hold_is_refused_before_a_search(monkeypatch, widened):
 
 
 @pytest.mark.networks
-@pytest.mark.parametrize("name", ["perceptron", *(pytest.param(n, marks=pytest.mark.slow) for n in list(NETWORKS)[1:])])
+@pytest.mark.parametrize("name", ["perceptron", *slow(*list(NETWORKS)[1:])])
 def test_the_bytes_of_the_search_are_never_above_those_held(name, monkeypatch):
     """So that a bound by these bytes is one for what is held; and near them, so that it is a good one."""
     build, loss_fn, batch_of = NETWORKS[name]

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import shardwright as sw
 import whole
 from models import NETWORKS
+from rows import slow
 from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.lower.check import check
 from shardwright.compiler.lower.lower import lower
@@ -92,7 +93,7 @@ def on_one_device(mesh, fused):
     [
         (Mesh.of(dp=2, tp=2), False),
         (Mesh.of(tp=4), True),
-        *(pytest.param(*of, marks=pytest.mark.slow) for of in ((Mesh.of(tp=4), False), (Mesh.of(dp=2, tp=2), True))),
+        *slow((Mesh.of(tp=4), False), (Mesh.of(dp=2, tp=2), True)),
     ],
     ids=str,
 )

@@ -11,6 +11,7 @@ from torch import nn
 
 import shardwright as sw
 from ranks import run_ranks
+from rows import slow
 from shardwright.compiler.capture.tracing.outside.values import comparable, exactly, same
 from shardwright.errors import UsageError
 from shardwright.runtime.graphs.captures import Captures
@@ -243,7 +244,7 @@ def after_a_change(of):
     return found
 
 
-@pytest.mark.parametrize("of", ["argument", *(pytest.param(of, marks=pytest.mark.slow) for of in ("object", "method"))])
+@pytest.mark.parametrize("of", ["argument", *slow("object", "method")])
 def test_loss_functions_that_we_wrap_are_followed_as_others(of):
     [found] = run_ranks(1, after_a_change, of)
     assert found == pytest.approx([3.0] * 4, rel=1e-3)

@@ -13,7 +13,7 @@ from pages import DOCS, run_blocks
 from ranks import run_ranks
 from whole import splitting_hardware
 
-STEPS = 3
+STEPS = 5
 
 
 class Language(nn.Module):

@@ -11,6 +11,7 @@ import torch
 import shardwright as sw
 from models import NETWORKS
 from ranks import run_ranks
+from rows import slow
 
 RANKS = (2, 3, 4, 6, 8)
 PLANS = ("data", "auto", "propagation", "tensor", "grid")
@@ -53,9 +54,7 @@ SAMPLE = [("perceptron", 2, "tensor")]
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("network", "ranks", "plan"), [*SAMPLE, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL)]
-)
+@pytest.mark.parametrize(("network", "ranks", "plan"), [*SAMPLE, *slow(*ALL)])
 def test_n_devices_give_what_one_device_gives(network, ranks, plan):
     steps = 2 if (network, ranks, plan) in SAMPLE else 5
     for ok, table in run_ranks(ranks, verified, network, 24, options_of(network, ranks, plan), steps, timeout=280):

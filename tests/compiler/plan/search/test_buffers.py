@@ -6,13 +6,14 @@ import math
 import numpy as np
 import pytest
 
+from rows import slow
 from shardwright.compiler.plan.search.buffers import WORTH, LargestBuffers, by_buffers
 from shardwright.compiler.plan.search.exact import Table, cost_at, minimise
 
 SCOPES = [(0, 1), (1, 2), (2, 3), (3, 4), (0, 2), (1,), (4,)]
 
 
-@pytest.mark.parametrize("seed", [*range(15), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(15, 40))])
+@pytest.mark.parametrize("seed", [*range(15), *slow(*range(15, 40))])
 def test_the_least_of_a_sum_and_the_largest_buffer(seed):
     """Against every assignment: the bound is none above it, and what is found is near it."""
     random = np.random.default_rng(seed)

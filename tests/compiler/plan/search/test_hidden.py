@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rows import slow
 from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.plan.hidden import CLOSE_TO_BOUND, highest, nearest
@@ -39,7 +40,7 @@ def slower(hardware, times):
     return replace(hardware, links=links)
 
 
-@pytest.mark.parametrize("times", [0.3, 6.0, *(pytest.param(times, marks=pytest.mark.slow) for times in (2.0, 40.0))])
+@pytest.mark.parametrize("times", [0.3, 6.0, *slow(2.0, 40.0)])
 def test_no_plan_takes_less_than_the_bound_and_none_that_was_found_before_takes_less(times):
     hardware, capture = slower(HIDING, times), captured()
     request = PlanRequest(Mesh.of(d=2), "auto", hardware=hardware)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rows import slow
 from shardwright.compiler.capture.ir import Capture, Node, Pin, Value
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.plan import hidden, mesh_search
@@ -84,9 +85,7 @@ def whole_factors(size, most):
     return [(of, *more) for of in range(2, size + 1) if size % of == 0 for more in whole_factors(size // of, most - 1)]
 
 
-@pytest.mark.parametrize(
-    ("devices", "per_host"), [(12, 2), *(pytest.param(*of, marks=pytest.mark.slow) for of in ((8, 4), (12, 6)))]
-)
+@pytest.mark.parametrize(("devices", "per_host"), [(12, 2), *slow((8, 4), (12, 6))])
 def test_no_mesh_of_three_axes_has_a_cheaper_plan(devices, per_host):
     """By all of them, one after the other."""
     plan = planned(devices, per_host=per_host)

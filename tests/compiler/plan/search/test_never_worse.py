@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from decoder import Decoder, batch_of
 from decoder import loss_fn as decoder_loss
+from rows import slow
 from shardwright.compiler.capture.ir import Capture, Node, Value
 from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.mesh.mesh import Mesh
@@ -40,7 +41,7 @@ from shardwright.training.zoo import GPT
 # Nothing is hidden of communication: then the seconds of a step are the sum that a search minimises.
 HARDWARE = replace(shipped("h100"), ranks_per_host=2, hides_gradients=0.0)
 OBJECTIVE = Seconds(HARDWARE)
-SEEDS = [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 30))]
+SEEDS = [*range(4), *slow(*range(4, 30))]
 
 
 def graph_of(seed):
@@ -230,7 +231,7 @@ def within(capture, mesh, method, memory):
         return None
 
 
-@pytest.mark.parametrize("seed", [2, 5, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(30, 42))])
+@pytest.mark.parametrize("seed", [2, 5, *slow(*range(30, 42))])
 def test_with_a_budget_the_gap_is_true_by_integer_programming(seed, problems):
     """Whether an operand is kept or gathered again is a variable of its own there."""
     capture, mesh = graph_of(seed), Mesh.of(d=2)
@@ -255,7 +256,7 @@ def test_with_a_budget_the_gap_is_true_by_integer_programming(seed, problems):
     assert best <= plan.cost * (1 + 1e-6)
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))])
+@pytest.mark.parametrize("seed", [0, *slow(*range(1, 20))])
 def test_within_a_budget_exact_is_never_worse_than_others(seed):
     capture, mesh = graph_of(200 + seed), Mesh.of(a=2, b=2)
     memory = int(planned(capture, mesh, "exact").held.total * 0.7)
@@ -313,7 +314,7 @@ def test_the_others_are_looked_at_once_and_before_choices_are_divided(monkeypatc
     assert found.cost == found.bound <= without.cost
 
 
-@pytest.mark.parametrize("seed", [200, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (201, 206, 213, 215))])
+@pytest.mark.parametrize("seed", [200, *slow(201, 206, 213, 215)])
 def test_the_last_axis_is_searched_in_what_all_choices_have_built(seed):
     """Within a budget, at a price of a byte: what is found costs what it costs without."""
     capture, mesh = graph_of(seed), Mesh.of(a=2, b=2)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from rows import slow
 from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.plan.make import make_plan
@@ -57,7 +58,7 @@ def reduced(plan):
             if t.steps and plan.capture.values[t.value].kind == "parameter"}  # fmt: skip
 
 
-@pytest.mark.parametrize("ranks", [3, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (2, 6))])
+@pytest.mark.parametrize("ranks", [3, *slow(2, 6)])
 @pytest.mark.parametrize(("apart", "padding"), [(False, None), (True, 1)])
 def test_gradients_are_those_of_one_device(ranks, apart, padding):
     """Also of rows that do not divide evenly, and where some ranks have none."""

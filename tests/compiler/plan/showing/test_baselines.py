@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from decoder import Decoder, batch_of, loss_fn
 from models import SmallResNet
+from rows import slow
 from shardwright.compiler.capture.ir import Value
 from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.mesh.layout import Layout
@@ -55,9 +56,7 @@ def graph_and_request(model, loss, batch, mesh=MESH):
     return RuledGraph.of(captured_step(model, loss, batch, {})), PlanRequest(mesh, "auto", "exact", "split", H100)
 
 
-@pytest.mark.parametrize(
-    "name", ["perceptron", *(pytest.param(n, marks=pytest.mark.slow) for n in ("decoder", "resnet"))]
-)
+@pytest.mark.parametrize("name", ["perceptron", *slow("decoder", "resnet")])
 def test_each_runs_as_one_device_and_none_beats_the_search(name):
     torch.manual_seed(0)
     make, loss, batch_maker = MODELS[name]
