@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 
 from shardwright.compiler.capture.ir import Node, Value
 from shardwright.compiler.mesh.layout import Layout
@@ -336,15 +337,20 @@ def _stages_of_operators(plan: Decisions) -> dict[str, Collection[int]]:
 def crossing_bytes(plan: Decisions) -> list[int]:
     """Return for each stage the bytes that it, or one before, makes of a microbatch for later ones; 0 for the last."""
     assert plan.stages is not None
-    of, found = plan.stages.of, [0] * plan.stages.total
+    return bytes_behind(plan, plan.stages.of, plan.stages.total)
+
+
+def bytes_behind(plan: Decisions, of: Mapping[str, int], count: int) -> list[int]:
+    """Return the same for ``count`` stages, of which ``of`` names that of each operator."""
+    changes = [0] * count
     for node in plan.capture.nodes:
         for name in node.results if node.name in of else ():
             last = max((of.get(use.node.name, 0) for use in plan.graph.uses[name]), default=0)
             if last > of[node.name]:
                 size = local_bytes(plan.capture.values[name], plan.layout(name), plan.mesh)
-                for stage in range(of[node.name], last):
-                    found[stage] += size
-    return found
+                changes[of[node.name]] += size
+                changes[last] -= size
+    return [*accumulate(changes)]
 
 
 def _asked_for(plan: Decisions, group: int) -> int:

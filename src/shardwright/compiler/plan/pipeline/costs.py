@@ -85,6 +85,12 @@ class MicrobatchCosts:
             backward_s += self._collective_s(backward) if backward and value.needs_gradient else 0.0
         return forward_s, backward_s + self._plan.repeats(transfer) * forward_s
 
+    def message_s(self, size: int) -> float:
+        """Return what so many bytes take from a stage to the next one."""
+        pair = Mesh((Axis(PIPELINE, 2), *self._plan.devices.axes[1:]))
+        message = Collective("all_gather", (PIPELINE,), 2 * size)  # in which each of two sends as much
+        return self._costs.objective.collective(message, pair) if size else 0.0
+
     def _collective_s(self, collective: Collective) -> float:
         return self._costs.objective.collective(collective, self._plan.mesh)
 
@@ -144,8 +150,9 @@ class StagedCosts:
         took = [self._of_microbatch.with_transfers_s(node) for node in nodes]
         weights_s = sum(SHARE * self._costs.backward_s(node) for node in nodes if node.name in self._split)
         forward_s, backward_s = (sum(seconds) for seconds in zip(*took, strict=True)) if took else (0.0, 0.0)
+        message_s = self._of_microbatch.message_s(self._crossing_bytes[stage])
         modules = tuple(dict.fromkeys(node.scope for node in nodes))
-        return StageCost(modules, len(nodes), forward_s, backward_s, self._message_s(stage), weights_s)
+        return StageCost(modules, len(nodes), forward_s, backward_s, message_s, weights_s)
 
     @cached_property
     def _of_stages(self) -> list[list[Node]]:
@@ -162,12 +169,6 @@ class StagedCosts:
 
     def _seconds(self, collective: Collective, mesh: Mesh | None = None) -> float:
         return self._costs.objective.collective(collective, mesh or self.plan.mesh)
-
-    def _message_s(self, stage: int) -> float:
-        """Return what goes from a stage to the next one for a microbatch takes."""
-        pair = Mesh((Axis(PIPELINE, 2), *self.plan.devices.axes[1:]))
-        size = self._crossing_bytes[stage]
-        return self._seconds(Collective("all_gather", (PIPELINE,), 2 * size), pair) if size else 0.0
 
     @cached_property
     def _crossing_bytes(self) -> list[int]:

@@ -10,15 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.compiler.capture.ir import Capture, Node
-from shardwright.compiler.mesh.mesh import MICROBATCHES, PIPELINE, Axis, Mesh, Stages
-from shardwright.compiler.mesh.redistribute import Collective
+from shardwright.compiler.mesh.mesh import MICROBATCHES, PIPELINE, Stages
 from shardwright.compiler.plan.decisions import Transfer
+from shardwright.compiler.plan.device_memory import bytes_behind
 from shardwright.compiler.plan.pipeline.costs import MicrobatchCosts
 from shardwright.compiler.plan.pipeline.cut import cut, improved, slowest
 from shardwright.compiler.plan.pipeline.fitting import Limits
 from shardwright.compiler.plan.plan import Plan
-from shardwright.compiler.plan.pricing.cost import Seconds
-from shardwright.compiler.plan.pricing.memory import local_bytes
 from shardwright.compiler.plan.pricing.schedule import (
     Floats,
     Turn,
@@ -155,9 +153,7 @@ class Flow:
 
         They are those of the forward and of the backward. Cached as all of this class.
         """
-        assert self.plan.hardware is not None
-        took = map(MicrobatchCosts(self.plan, self.plan.hardware).with_transfers_s, self.staged)
-        return np.array([*took], dtype=float).reshape(-1, 2)
+        return np.array([*map(self._costs.with_transfers_s, self.staged)], dtype=float).reshape(-1, 2)
 
     @cached_property
     def _message_s(self) -> Floats:
@@ -165,22 +161,15 @@ class Flow:
 
         Cached as all of this class.
         """
-        plan, nodes = self.plan, self.staged
-        assert plan.hardware is not None
-        prices, pair = Seconds(plan.hardware, plan.optimizer), Mesh((Axis(PIPELINE, 2), *ranks_of_stage(plan)))
-        number = {node.name: at for at, node in enumerate(nodes)}
-        changes = np.zeros(len(nodes) + 1, dtype=np.int64)
-        for node in nodes:
-            for name in node.results:
-                last = max((number.get(use.node.name, 0) for use in plan.graph.uses[name]), default=0)
-                if last > number[node.name]:
-                    size = local_bytes(self.capture.values[name], plan.layout(name), plan.mesh)
-                    changes[number[node.name] + 1] += size
-                    changes[last + 1] -= size
-        # In an all-gather of two each sends half of all bytes.
-        sizes, of = np.unique(changes[:-1].cumsum(), return_inverse=True)
-        took_s = [prices.collective(Collective("all_gather", (PIPELINE,), 2 * int(size)), pair) for size in sizes]
-        return np.where(sizes > 0, took_s, 0.0)[of]
+        number = {node.name: at for at, node in enumerate(self.staged)}
+        sizes, of = np.unique([0, *bytes_behind(self.plan, number, len(number))[:-1]], return_inverse=True)
+        return np.array([self._costs.message_s(int(size)) for size in sizes])[of]
+
+    @cached_property
+    def _costs(self) -> MicrobatchCosts:
+        """The costs of the plan. Cached as all of this class."""
+        assert self.plan.hardware is not None
+        return MicrobatchCosts(self.plan, self.plan.hardware)
 
     def refuse(self) -> None:
         """Raise `PlanError` where something else would communicate over microbatches than sums of losses and counts."""
@@ -220,8 +209,3 @@ class Flow:
         if node is None:
             return f"the output {self.capture.values[transfer.value].label}"
         return f"operand {index} of {node.op} in {node.scope or 'the loss function'} ({node.source})"
-
-
-def ranks_of_stage(plan: Plan) -> tuple[Axis, ...]:
-    """Return the axes of the ranks of a stage."""
-    return tuple(axis for axis in plan.mesh.axes if axis.name != MICROBATCHES)
