@@ -17,7 +17,7 @@ BOTH = ["-H", "host1:1,host2:1"]
 LEASE_S = 2.0
 SLACK_S = 60.0  # of a busy machine
 # What an account may do to a program that ssh starts, by the key with which one logs in: see `add_accounts`.
-NOISY = "echo Welcome to this host; echo 'load: 3 %'; exec sh -c \\\"$SSH_ORIGINAL_COMMAND\\\""
+NOISY = "echo Welcome to this host; echo 'load: 3 %' >&2; exec sh -c \\\"$SSH_ORIGINAL_COMMAND\\\""
 NO_PYTHON = "exec /nowhere/python"
 OLD_PYTHON = (
     f'exec {sys.executable} -c \'import sys,io;sys.version_info=(3,8,10);sys.version=\\"3.8.10 (x)\\";'

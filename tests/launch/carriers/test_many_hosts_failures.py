@@ -97,13 +97,14 @@ def test_a_launcher_killed_with_sigkill_leaves_nothing(job):
 
 
 def test_an_agent_killed_with_sigkill_is_told_as_the_loss_of_its_host(job):
-    launcher = job.start(*BOTH, "--grace", "1", *PYTHON, job.write("train.py", STUBBORN))
+    """Where the shell of the host, which is host2 by another name, warns of something, that is not told for it."""
+    launcher = job.start("-H", "host1:1,noisy:1", "--grace", "1", *PYTHON, job.write("train.py", STUBBORN))
     job.wait_for_ranks(2)
     os.kill(job.agent("host2"), signal.SIGKILL)
     wait_until_alone(job, "host2", SLACK_S)
     ended = job.finish(launcher)
     assert ended.code == 1, ended.stderr
-    killed = "the agent of host2, which stands there above the ranks, was killed by a signal, and all ranks with it"
+    killed = "the agent of noisy, which stands there above the ranks, was killed by a signal, and all ranks with it"
     assert killed in ended.stderr
     assert job.told("failed.json")["rank"] is None
 

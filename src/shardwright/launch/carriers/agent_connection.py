@@ -130,7 +130,8 @@ class AgentConnection(Connection):
             self.said += data
             del self.said[:-_SAID_BYTES]
             if not data and self._selector is not None:
-                self._selector.unregister(self.errors)
+                with contextlib.suppress(KeyError):  # it was read to its end before
+                    self._selector.unregister(self.errors)
 
     def tick(self) -> float | None:
         """Send a heartbeat, if it is time for one."""
@@ -149,6 +150,8 @@ class AgentConnection(Connection):
                 del self.noise[: -_NOISE_BYTES - len(self._mark)]
                 return []
             self.noise, self._mark, data = before, None, bytes(after)
+            self._take_said()
+            self.said.clear()  # a shell's warning before the agent's first word tells nothing of how the line ends
         return [event for message in self._decoder.feed(data) if (event := self._event(message)) is not None]
 
     def _event(self, message: AgentEvent) -> Event | None:
