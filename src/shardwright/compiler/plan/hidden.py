@@ -43,6 +43,7 @@ from shardwright.errors import PlanError
 MOST_WEIGHTS = 5  # of what is hidden, for each of which a search is made, on any mesh
 CLOSE_TO_BOUND = 5e-3  # a gap, as a share, that is worth no other weights
 CLOSE_TO_TOP = 0.25  # a rise of the bound, as a share of the gap, that is worth no other weights
+RISING = 0.1  # less than such a share of the gap, by which the last search has raised the bound, is worth no other
 CLOSE_WEIGHTS = 1e-3
 PROMISE = 5e-3  # by how much less, as a share, the bound on a finer mesh must be for a search there
 WEIGHT = (0.0, 1.0)  # the least and the largest
@@ -95,6 +96,13 @@ class _OnMesh:
     def height(self) -> float:
         """Return the largest bound."""
         return self.heights[self.best]
+
+    @property
+    def rise(self) -> float:
+        """Return by how much the last search has raised the bound; infinity where it has not, or was the first."""
+        *before, last = self.heights.values()
+        raised = last - max(before, default=-math.inf)
+        return raised if raised > 0 else math.inf
 
 
 class HidingMeshes(Meshes):
@@ -188,13 +196,14 @@ class HidingMeshes(Meshes):
             return None
         least_s = self._least_s()
         of = min((of for of in self._on.values() if not of.is_passed_over), key=lambda of: of.height)
-        if self._is_close(of) or len(of.heights) >= MOST_WEIGHTS:
+        gap = least_s + self._more_s - of.height
+        if self._is_close(of) or len(of.heights) >= MOST_WEIGHTS or of.rise < RISING * gap:
             return None
         planes = [one.plane(self._hides) for one in self._known_on(of.mesh)]
         if not planes:
             return None
         top = min(highest(planes)[0], least_s + self._more_s)
-        if top - of.height <= CLOSE_TO_TOP * (least_s + self._more_s - of.height):
+        if top - of.height <= CLOSE_TO_TOP * gap:
             return None
         weights = nearest(planes, of.height + LEVEL * (top - of.height), of.best)
         return None if any(_are_close(weights, other) for other in of.heights) else (of.mesh, weights)

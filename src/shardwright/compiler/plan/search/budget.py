@@ -351,14 +351,16 @@ def _beating(below: float, free: Callable[[], Choice], solve: Solve, budget: Bud
     None is looked for where the bound at that price is no less than what a search is worth.
 
     Where what is found there holds more than the budget, the bound is smaller at lower prices, and none is looked for
-    without a price.
+    without a price. At a price of 0 that is all there is to look for.
 
     Raises:
         NothingBelow: where none was found.
     """
     to_beat = min(below, budget.promise)
-    choices, bound, above = solve(budget.price, to_beat)
-    looked_at, found = [*choices], list[Choice]()
+    looked_at, found, bound, above = list[Choice](), list[Choice](), -math.inf, -math.inf
+    if budget.price:
+        priced_choices, bound, above = solve(budget.price, to_beat)
+        looked_at += priced_choices
     if above < 0:  # what costs ``to_beat`` or more may have been left out by now
         try:
             without = free()
