@@ -152,7 +152,13 @@ def by_data(x, y, p):
     x.data.mul_(2)
 
 
-CHANGES = (add_plain, lerp_list, into_view, by_mask, from_other, in_replicated, drawn, clipped_rows, by_data)
+def by_norms(x, y, p):
+    x.div_(x.norm())
+    y.mul_(x.norm(1) + y.abs().max())
+    torch._foreach_div_([x, y], torch._foreach_norm([x, y]))
+
+
+CHANGES = (add_plain, lerp_list, into_view, by_mask, from_other, in_replicated, drawn, clipped_rows, by_data, by_norms)
 
 
 def tried(what, at, other, mine, theirs):

@@ -343,11 +343,7 @@ class _Call:
         given = [*self._args, *self._kwargs.values()]
         lists = [each for each in given if isinstance(each, (list, tuple)) and each and isinstance(each[0], Tensor)]
         single = [each for each in given if isinstance(each, Tensor)]
-        written = {
-            id(leaf)
-            for at, name in signatures.written_operands(self._operator)
-            for leaf in trees.tree_leaves(self._kwargs.get(name, self._args[at] if at < len(self._args) else None))
-        }
+        written = self._written()
         made: dict[int, Tensor] = {}
         for line in [[*single, *together] for together in zip(*lists, strict=False)] or [single]:
             own = next((leaf for leaf in line if isinstance(leaf, DTensor) and is_held(leaf)), None)
@@ -360,6 +356,14 @@ class _Call:
         args, kwargs = trees.tree_map(lambda leaf: made.get(id(leaf), leaf), (self._args, self._kwargs))
         lines = _lines(args, kwargs)
         return (args, kwargs, lines) if lines else None
+
+    def _written(self) -> set[int]:
+        """Return the ids of the tensors that the operator writes into."""
+        return {
+            id(leaf)
+            for at, name in signatures.written_operands(self._operator)
+            for leaf in trees.tree_leaves(self._kwargs.get(name, self._args[at] if at < len(self._args) else None))
+        }
 
     def unscale(self, gradients: Sequence[Tensor], found_inf: Tensor, scale: Tensor) -> None:
         """Divide gradients; all ranks find what is infinite on one: torch reduces that as the first one is laid out."""
@@ -430,8 +434,10 @@ class _Call:
         args, kwargs = trees.tree_map(whole, (self._args, self._kwargs))
         result = self._operator(*args, **kwargs)
         if self._changes:
+            written = self._written()
             for of, changed in wholes.values():
-                keep_part(torch_private.part_of(of), changed, of)
+                if id(of) in written:  # others may be addends, as norms are, which have no part of a whole
+                    keep_part(torch_private.part_of(of), changed, of)
             self._note_plain()
         given = {id(changed): of for of, changed in wholes.values()}
         plain = {id(tensor) for tensor in self._plain}
