@@ -163,6 +163,15 @@ def test_losses_whose_gradient_is_not_known_before_go_through_all_forwards_first
         plan_of(model, loss_fn, batch, Mesh.parse("pp=2"), "data", microbatches=2, schedule="1f1b")
 
 
+def test_a_batch_of_one_row_goes_through_undivided_whatever_the_schedule():
+    batch = [each[:1] for each in images()]
+    for schedule in ("1f1b", "zb-h1"):
+        plan = held_against_one_device(classifier(), classes, batch, "pp=2", 4, schedule=schedule)
+        assert plan.stages.schedule == "gpipe"
+    with pytest.raises(PlanError, match=r"schedule='interleaved' begins .* single row, which microbatches cannot"):
+        in_stages(captured_step(classifier(), classes, batch, {}), "pp=2", 4, schedule="interleaved")
+
+
 def classifier():
     return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)).double()
 

@@ -52,6 +52,8 @@ def why_not_in_turns(plan: Plan, stage_of: Mapping[str, int]) -> str | None:
         joins = any(_joins(plan, node, i) for i, name in enumerate(node.operands) if name in staged_values)
         if not joins and behind.isdisjoint(node.operands):
             if plan.stages is not None and plan.stages.microbatches > 1 and not _of_microbatch(plan, node):
+                if plan.capture.rows == 1:
+                    return "the batch has a single row, which microbatches cannot divide"
                 return f"{where} depends on the batch, and not on its rows"
             continue
         behind.update(node.results)

@@ -238,7 +238,8 @@ def _in_turns(plan: Plan, request: PlanRequest) -> Plan:
     """Return the plan of some stages with the schedule that they allow, and who holds which parameter."""
     stages = plan.stages
     assert stages is not None
-    name = stages.schedule if stages.microbatches > 1 else "gpipe"  # there are no turns to take
+    alone = plan.capture.rows == 1 and stages.each == 1  # a row, as at the end of an epoch, goes through undivided
+    name = stages.schedule if stages.microbatches > 1 and not alone else "gpipe"  # else there are no turns to take
     if name != "gpipe" and (problem := why_not_in_turns(plan, stages.of)):
         if request.schedule is not None:
             raise PlanError(
