@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -50,11 +49,7 @@ def agree(caller: str, what: dict[str, Any], problem: str | None = None) -> None
 
 
 def refuse_unlike(ranks: Ranks, name: str, value: Any, remedy: str) -> None:
-    """Compare a value between all ranks, which call this together.
-
-    Raises:
-        UsageError: on every rank, where some rank has another than rank 0.
-    """
+    """Raise `UsageError` on every rank where some rank has another value than rank 0; all call it together."""
     everyone: list[Any] = ranks.gather(value) or []
 
     def compare() -> None:
@@ -71,27 +66,22 @@ def refuse_unlike(ranks: Ranks, name: str, value: Any, remedy: str) -> None:
 
 def from_rank_zero(ranks: Ranks, make: Callable[[], T]) -> T:
     """Return what ``make()`` returns on rank 0, on every rank; where it fails there, all raise its error."""
-    outcome = ranks.broadcast(_outcome(ranks, make) if ranks.rank == 0 else None)
-    if outcome.failure is not None:
-        raise outcome.failure
-    result: T = outcome.result
-    return result
+    failure, result = ranks.broadcast(_outcome(ranks, make) if ranks.rank == 0 else None)
+    if failure is not None:
+        raise failure
+    return cast(T, result)
 
 
 def together(ranks: Ranks, do: Callable[[], T]) -> T:
     """Return what ``do()`` returns on each rank; where it fails on some rank, all raise the first one's error."""
-    outcome = _outcome(ranks, do)
+    own, result = _outcome(ranks, do)
     failures = [
         ranks.purpose.lost(rank, answer) if isinstance(answer, Lost) else answer
-        for rank, answer in enumerate(ranks.gather(outcome.failure) or ())
+        for rank, answer in enumerate(ranks.gather(own) or ())
     ]
-    failure = ranks.broadcast(next((failure for failure in failures if failure is not None), None))
-    if failure is not None:
+    if failure := ranks.broadcast(next((failure for failure in failures if failure is not None), None)) or own:
         raise failure
-    if outcome.failure is not None:
-        raise outcome.failure
-    result: T = outcome.result
-    return result
+    return cast(T, result)
 
 
 def attempt(do: Callable[[], Any]) -> tuple[str | None, Any]:
@@ -102,22 +92,15 @@ def attempt(do: Callable[[], Any]) -> tuple[str | None, Any]:
         return _in_words(error), None
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    """The outcome of a call, in a form that can be sent."""
-
-    failure: Exception | None = None
-    result: Any = None
-
-
-def _outcome(ranks: Ranks, do: Callable[[], Any]) -> _Outcome:
+def _outcome(ranks: Ranks, do: Callable[[], Any]) -> tuple[Exception | None, Any]:
+    """Return the error of a call in a form that can be sent, or None, and what came out."""
     try:
-        return _Outcome(None, do())
+        return None, do()
     except Exception as error:
         ours = isinstance(error, ShardwrightError)
         if ranks.size == 1 and (ours or ranks.purpose.error is None):
             raise
-        return _Outcome(type(error)(*error.args) if ours else ranks.purpose.failed(ranks.rank, _in_words(error)))
+        return (type(error)(*error.args) if ours else ranks.purpose.failed(ranks.rank, _in_words(error))), None
 
 
 def _in_words(error: Exception) -> str:

@@ -15,12 +15,9 @@ from shardwright.common.torch_private import unbound
 from shardwright.distributed.backends.table import GLOO, backend_moving, moves
 from shardwright.distributed.gloo_threads import calm_receivers
 
-# The group for messages beside each default group whose own backend moves no messages of the CPU. Both are cached by
-# the default group itself, with which its backend comes and goes.
+# The group for messages beside each default group whose own backend moves no messages of the CPU. Cached by the default
+# group itself, with which its backend comes and goes.
 _beside: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-_moves_cpu: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()  # by default group: it is asked each step
-
-
 # By the default group, for which it was given; torch gives other groups its own default.
 _timeouts: WeakKeyDictionary[dist.ProcessGroup, timedelta] = WeakKeyDictionary()
 
@@ -48,10 +45,7 @@ def control_group() -> dist.ProcessGroup:
     It is the default group where the backend of that moves such tensors. Else it is made by the first call, which all
     ranks make together; `sw.init` makes it ahead.
     """
-    world = world_group()
-    if world not in _moves_cpu:
-        _moves_cpu[world] = moves("cpu", str(dist.get_backend()))
-    return world if _moves_cpu[world] else _group_beside()
+    return world_group() if moves("cpu", str(dist.get_backend())) else _group_beside()
 
 
 def group_moving(device: torch.device) -> dist.ProcessGroup:

@@ -100,7 +100,6 @@ class Transfer:
         return ()
 
     def reduce(self, tensor: Tensor, root: int, reduction: Reduction) -> Steps:
-        """Into ``tensor`` of the root; that of another rank keeps its values."""
         flat, finish = flat_of(tensor)
         for block in _cut(flat, min(self.largest_count, reduction.block())):
             wide = reduction.wide(block)
@@ -123,7 +122,6 @@ class Transfer:
         return ()
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Steps:
-        """``output`` has the elements of ``tensor`` from every rank, in the order of the ranks."""
         flat, finish = flat_of(output)
         part, _ = flat_of(tensor)
         rows = flat.view(self.size, part.numel())
@@ -138,7 +136,6 @@ class Transfer:
         return ()
 
     def all_gather_list(self, outputs: Sequence[Tensor], tensor: Tensor) -> Steps:
-        """The tensors of all ranks, which may differ in size."""
         if len({output.numel() for output in outputs}) > 1:
             for root, output in enumerate(outputs):
                 if root == self.rank:
@@ -152,7 +149,6 @@ class Transfer:
         return ()
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, reduction: Reduction) -> Steps:
-        """``tensor`` has one part for every rank; this rank's, reduced over the ranks, goes to ``output``."""
         part, finish = flat_of(output)
         flat, _ = flat_of(tensor)
         rows = flat.view(self.size, part.numel())
@@ -166,7 +162,6 @@ class Transfer:
         return ()
 
     def reduce_scatter_list(self, output: Tensor, tensors: Sequence[Tensor], reduction: Reduction) -> Steps:
-        """One tensor for every rank; they may differ in size."""
         if len({tensor.numel() for tensor in tensors}) == 1:
             return self.reduce_scatter(output, torch.cat(flats_of(tensors)[0]), reduction)
         for root, tensor in enumerate(tensors):
@@ -177,10 +172,7 @@ class Transfer:
         return ()
 
     def exchange(self, kind: str, outputs: Mapping[int, Tensor], inputs: Mapping[int, Tensor], root: int = 0) -> Steps:
-        """Send ``inputs[r]`` to rank r and receive ``outputs[r]`` from it: all-to-all, gather and scatter.
-
-        Every rank decides for itself what it sends, so that all must send one message for each that is awaited.
-        """
+        """Every rank decides for itself what it sends: all must send one message for each that is awaited."""
         into, finish = flats_of(list(outputs.values()))
         received = dict(zip(outputs, into, strict=True))
         sent = dict(zip(inputs, flats_of(list(inputs.values()))[0], strict=True))

@@ -41,23 +41,17 @@ class Members:
     library: Native
     crowded: bool
 
-    def collectives(self) -> Collectives:
-        """Return the collectives of these ranks."""
-        return Collectives(self.memory, Rendezvous(self.library, self.group()), self.names, table.SHM.name)
-
-    def group(self) -> Group:
-        """Return the arguments of native code."""
-        return Group.of(self.memory, self.crowded)
-
 
 class ShmGroup(CpuGroup):
     """The group of some ranks of one host, whose collectives run in a queue, and whose messages go by gloo."""
 
     def __init__(self, members: Members, gloo: dist.ProcessGroupGloo, timeout: timedelta) -> None:
-        collectives = members.collectives()
+        group = Group.of(members.memory, members.crowded)
+        rendezvous = Rendezvous(members.library, group)
+        collectives = Collectives(members.memory, rendezvous, members.names, table.SHM.name)
         super().__init__(table.SHM, collectives)
         self.queue = CollectiveQueue(collectives, members.processes, timeout.total_seconds())
-        self._native = NativeCollectives(collectives, members.library, members.group())
+        self._native = NativeCollectives(collectives, members.library, group)
         # Cached by all that a sum is made of beside this group; others are made in their place where there are many.
         self._sums: dict[tuple[type, torch.device, torch.dtype, int], RepeatedCollective] = {}
         self._gloo: Any = gloo  # whose methods are in no list of torch's

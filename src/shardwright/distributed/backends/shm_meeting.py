@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]  # documented, but not listed
@@ -24,7 +24,6 @@ from shardwright.distributed.backends.shm_group import Members, ShmGroup
 from shardwright.distributed.backends.table import GLOO, SHM
 from shardwright.errors import WorldError
 
-Answer = TypeVar("Answer", bound=Mapping[str, Any])
 _COMPILING = timedelta(seconds=60)  # for which the first rank of a host may be at native code
 _log = logging.getLogger("shardwright.shm")
 _said: set[str] = set()  # what this process has logged
@@ -82,14 +81,20 @@ def _gloo(meeting: _Meeting) -> dist.ProcessGroupGloo:
 def _members(meeting: _Meeting, cards: Sequence[Mapping[str, Any]]) -> Members:
     """Return the members; raises `_NoMemory` on all ranks of the group or on none."""
     layout = Layout(len(cards))
-    made = meeting.published("made", 0, partial(_make, layout))
-    part = _Part(meeting.names, cards, meeting.rank, made)
+    made = meeting.published("made", partial(_make, layout))
+    found: list[tuple[Memory, native.Native]] = []
+
+    def join() -> dict[str, Any]:
+        found.append(_joined(meeting, cards[0]["pid"], made, layout))
+        return {}
+
     try:
-        meeting.exchange("joined", partial(part.join, layout))
+        meeting.exchange("joined", join)
     finally:
         if meeting.rank == 0 and "file" in made:
             os.close(made["file"])
-    return part.members()
+    processes = [Process(card["pid"], card["started"]) for card in cards]
+    return Members(meeting.names, processes, *found[0], _crowded(cards))
 
 
 class _Meeting:
@@ -109,11 +114,11 @@ class _Meeting:
         said = [self._get(f"{what}/{rank}", name) for rank, name in enumerate(self.names)]
         return [_checked(answer) for answer in said]
 
-    def published(self, key: str, maker: int, make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the value that one member publishes, or its error."""
-        if self.rank == maker:
+    def published(self, key: str, make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the value that the first member publishes, or its error."""
+        if self.rank == 0:
             self._publish(key, make)
-        return self._get(key, self.names[maker])
+        return self._get(key, self.names[0])
 
     def _publish(self, key: str, make: Callable[[], Mapping[str, Any]]) -> None:
         """Publish the result of ``make``, or its error: the others wait for an answer."""
@@ -138,7 +143,7 @@ class _Meeting:
         return found
 
 
-def _checked(answer: Answer) -> Answer:
+def _checked(answer: dict[str, Any]) -> dict[str, Any]:
     if "problem" in answer:
         raise _NoMemory(answer["problem"])
     return answer
@@ -189,44 +194,22 @@ def _make(layout: Layout) -> dict[str, Any]:
     return {"file": file, "token": token.hex(), "native": str(library)}
 
 
-class _Part:
-    """The facts about one member that decide whether all share memory."""
-
-    memory: Memory
-    library: native.Native
-
-    def __init__(
-        self, names: Sequence[int], cards: Sequence[Mapping[str, Any]], rank: int, made: Mapping[str, Any]
-    ) -> None:
-        self._names, self._cards, self._rank, self._made = names, cards, rank, made
-        self._pids = [card["pid"] for card in cards]
-
-    def join(self, layout: Layout) -> dict[str, Any]:
-        """Come to the memory, and load native code."""
-        _checked(self._made)
-        self._token = bytes.fromhex(self._made["token"])
-        self.memory = self._opened(layout)
+def _joined(meeting: _Meeting, pid: int, made: dict[str, Any], layout: Layout) -> tuple[Memory, native.Native]:
+    """Return the memory that process ``pid`` has made, and native code, loaded."""
+    _checked(made)
+    here, maker = meeting.names[meeting.rank], meeting.names[0]
+    try:
+        file = open_file(pid, made["file"], layout.total_bytes, bytes.fromhex(made["token"]))
         try:
-            self.library = native.Native(Path(self._made["native"]))
-        except (OSError, AttributeError) as error:  # a folder whose files may not be run
-            raise _NoMemory(f"rank {self._names[self._rank]} cannot load native code: {error}") from error
-        return {}
-
-    def _opened(self, layout: Layout) -> Memory:
-        try:
-            file = open_file(self._pids[0], self._made["file"], layout.total_bytes, self._token)
-            try:
-                return Memory(file, layout, self._rank)
-            finally:
-                os.close(file)
-        except OSError as error:
-            here, maker = self._names[self._rank], self._names[0]
-            raise _NoMemory(f"rank {here} cannot open the memory that rank {maker} has made: {error}") from error
-
-    def members(self) -> Members:
-        """Return what is found."""
-        processes = [Process(card["pid"], card["started"]) for card in self._cards]
-        return Members(self._names, processes, self.memory, self.library, _crowded(self._cards))
+            memory = Memory(file, layout, meeting.rank)
+        finally:
+            os.close(file)
+    except OSError as error:
+        raise _NoMemory(f"rank {here} cannot open the memory that rank {maker} has made: {error}") from error
+    try:
+        return memory, native.Native(Path(made["native"]))
+    except (OSError, AttributeError) as error:  # a folder whose files may not be run
+        raise _NoMemory(f"rank {here} cannot load native code: {error}") from error
 
 
 def _log_once(level: int, text: str) -> None:

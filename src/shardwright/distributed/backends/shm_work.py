@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,29 +24,13 @@ from shardwright.common.threads import Thread
 from shardwright.distributed.backends.group import CollectiveWork, Task
 from shardwright.distributed.backends.segment.collectives import Collectives
 from shardwright.distributed.backends.segment.memory import DATA_BYTES, Process
+from shardwright.distributed.backends.segment.native import Rendezvous
 from shardwright.distributed.backends.segment.notes import Note
+from shardwright.distributed.backends.segment.reducing import NativeCollective, RepeatedCollective
 from shardwright.errors import WorldError
 
 _LOOK_S = 0.05  # a launcher that has seen one rank fail ends the others soon after, and tells of those that did before
 _STOP_TIMEOUT_S = 5.0
-
-
-class Awaited(Protocol):
-    """Something of others that is under way."""
-
-    def wait(self, timeout_s: float) -> bool:
-        """Return whether it has arrived, after waiting for at most so long; may be called again."""
-
-
-class PendingCollective(Protocol):
-    """A collective under way."""
-
-    @property
-    def one_stage(self) -> bool:
-        """Return whether other ranks can complete it once this rank has entered it."""
-
-    def advance(self, timeout_s: float) -> bool:
-        """Continue the collective; returns whether it has ended, after waiting for others for at most so long."""
 
 
 class SteppedCollective:
@@ -56,11 +40,12 @@ class SteppedCollective:
 
     def __init__(self, task: Task, collectives: Collectives) -> None:
         self._rendezvous = collectives.rendezvous
-        self._awaited: Awaited | None = None
+        self._awaited: Rendezvous | NativeCollective | None = None
         self._steps: Iterator[Any] = iter(())
         self._task: Task | None = task
 
     def advance(self, timeout_s: float) -> bool:
+        """Continue the collective; returns whether it has ended, after waiting for others for at most so long."""
         with torch.no_grad():
             if self._task is not None:
                 self._steps, self._task = iter(self._task()), None
@@ -74,6 +59,10 @@ class SteppedCollective:
                 if step is None:
                     self._rendezvous.arrive()
                 self._awaited = self._rendezvous if step is None else step
+
+
+PendingCollective = SteppedCollective | NativeCollective | RepeatedCollective
+"""A collective under way."""
 
 
 class ShmWork(CollectiveWork):

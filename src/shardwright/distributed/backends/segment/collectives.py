@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwright.distributed.backends.segment.flats import flat_of, flats_of, gathering
+from shardwright.distributed.backends.segment.flats import flat_of, flats_of
 from shardwright.distributed.backends.segment.memory import DATA_BYTES, HEAD_BYTES, Memory
 from shardwright.distributed.backends.segment.native import Rendezvous
 from shardwright.distributed.backends.segment.notes import Note, unlike
@@ -97,7 +97,6 @@ class Collectives:
         finish()
 
     def reduce(self, tensor: Tensor, root: int, reduction: Reduction) -> Steps:
-        """Into ``tensor`` of the root; that of another rank keeps its values."""
         flat, finish = flat_of(tensor)
         here = self.rank == root
         yield from self._reduce_each(self.note("reduce", flat, reduction.name, root), flat, reduction, here)
@@ -127,13 +126,11 @@ class Collectives:
     # --- gathering
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Steps:
-        """``output`` has the elements of ``tensor`` from every rank, in the order of the ranks."""
         flat, finish = flat_of(output)
         yield from self._all_gather(flat.view(self.size, tensor.numel()).unbind(), tensor)
         finish()
 
     def all_gather_list(self, outputs: Sequence[Tensor], tensor: Tensor) -> Steps:
-        """The tensors of all ranks, which may differ in size."""
         rows, finish = flats_of(outputs)
         yield from self._all_gather(rows, tensor)
         finish()
@@ -141,8 +138,11 @@ class Collectives:
     def _all_gather(self, rows: Sequence[Tensor], tensor: Tensor) -> Steps:
         """Gather the elements of the ranks' tensors into the rows, one for each rank; they may differ in length."""
         flat, _ = flat_of(tensor)
-        kind, like, sizes = gathering(rows, flat)
-        note = self.note(kind, like)
+        sizes = [row.numel() for row in rows]
+        if len(set(sizes)) == 1:
+            note, sizes = self.note("all_gather", flat), []
+        else:  # on which all must agree, too
+            note = self.note("all_gather of several sizes", flat[:0])
         mine, rows = flat.view(torch.uint8), [row.view(torch.uint8) for row in rows]
         for start in range(0, max(1, *(row.numel() for row in rows)), DATA_BYTES):
             chunk = mine[start : start + DATA_BYTES]
@@ -155,12 +155,10 @@ class Collectives:
     # --- a part for each
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, reduction: Reduction) -> Steps:
-        """``tensor`` has one part for every rank; this rank's, reduced over the ranks, goes to ``output``."""
         flat, _ = flat_of(tensor)
         return self._reduce_scatter(output, flat.view(self.size, output.numel()).unbind(), reduction)
 
     def reduce_scatter_list(self, output: Tensor, tensors: Sequence[Tensor], reduction: Reduction) -> Steps:
-        """One tensor for every rank; they may differ in size."""
         return self._reduce_scatter(output, flats_of(tensors)[0], reduction)
 
     def _reduce_scatter(self, output: Tensor, rows: Sequence[Tensor], reduction: Reduction) -> Steps:
@@ -180,7 +178,6 @@ class Collectives:
         finish()
 
     def exchange(self, kind: str, outputs: Mapping[int, Tensor], inputs: Mapping[int, Tensor], root: int = 0) -> Steps:
-        """Send ``inputs[r]`` to rank r and receive ``outputs[r]`` from it: all-to-all, gather and scatter."""
         sent, _ = flats_of(list(inputs.values()))
         received, finish = flats_of(list(outputs.values()))
         note = self.note(kind, next(iter((*sent, *received)))[:0], root=root)

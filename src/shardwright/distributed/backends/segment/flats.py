@@ -10,14 +10,6 @@ from torch import Tensor
 _WITH_ADDRESSES = (Tensor, torch.nn.Parameter)  # of their numbers; a subclass may keep its numbers in other tensors
 
 
-def gathering(rows: Sequence[Tensor], flat: Tensor) -> tuple[str, Tensor, list[int]]:
-    """Return the kind of an all-gather, a tensor with what is equal on all ranks, and the sizes to agree on, if any."""
-    sizes = [row.numel() for row in rows]
-    if len(set(sizes)) == 1:
-        return "all_gather", flat, []
-    return "all_gather of several sizes", flat[:0], sizes
-
-
 def is_plain(tensor: Tensor) -> bool:
     """Return whether its numbers lie in their order at its address."""
     return type(tensor) in _WITH_ADDRESSES and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()

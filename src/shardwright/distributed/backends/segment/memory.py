@@ -13,10 +13,11 @@ import os
 import struct
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from shardwright.launch.host.processes import start_ticks
 
 TOKEN_BYTES = 16
 HEAD_BYTES = 32  # of a note
@@ -25,11 +26,11 @@ WIDE_BYTES = 3 << 20  # of a wide slot; with smaller ones ranks would meet more 
 # All parts of a tensor together, up to which each rank reads them all whatever their number.
 SMALL_BYTES = 1 << 17
 _PAGE_BYTES = mmap.ALLOCATIONGRANULARITY
-_PLACE_BYTES = 1024
+PLACE_BYTES = 1024
 _PIECE_BYTES = 1 << 23  # of memory that is taken at once
 _MARK = struct.Struct("<I")
 _REASON = struct.Struct("<I")
-_HEAD_AT = 64
+HEAD_AT = 64
 _REASON_AT = 128
 
 
@@ -38,8 +39,6 @@ class Layout:
     """The layout of the memory of ``size`` ranks; native.c knows it, too."""
 
     size: int
-    place_bytes: int = _PLACE_BYTES
-    head_at: int = _HEAD_AT
 
     @cached_property
     def note_bytes(self) -> int:
@@ -50,13 +49,9 @@ class Layout:
     def slot_bytes(self) -> int:
         return self.note_bytes + DATA_BYTES
 
-    @property
-    def places_at(self) -> int:
-        return _PAGE_BYTES
-
     @cached_property
     def slots_at(self) -> int:
-        return _up(self.places_at + self.size * self.place_bytes, _PAGE_BYTES)
+        return _up(_PAGE_BYTES + self.size * PLACE_BYTES, _PAGE_BYTES)
 
     @cached_property
     def wide_at(self) -> int:
@@ -68,7 +63,7 @@ class Layout:
         return self.wide_at + 2 * self.size * WIDE_BYTES
 
     def place_at(self, rank: int) -> int:
-        return self.places_at + rank * self.place_bytes
+        return _PAGE_BYTES + rank * PLACE_BYTES
 
     def slot_at(self, rank: int, parity: int) -> int:
         return self.slots_at + (2 * rank + parity) * self.slot_bytes
@@ -99,7 +94,7 @@ class Memory:
 
     def write_note(self, parity: int, note: bytes) -> None:
         """Write the note of this rank's collective, for other ranks to compare; its head stays readable later."""
-        place, slot = self.layout.place_at(self.rank) + _HEAD_AT, self.layout.slot_at(self.rank, parity)
+        place, slot = self.layout.place_at(self.rank) + HEAD_AT, self.layout.slot_at(self.rank, parity)
         self.bytes[place : place + HEAD_BYTES] = note[:HEAD_BYTES]
         self.bytes[slot : slot + len(note)] = note
 
@@ -109,7 +104,7 @@ class Memory:
 
     def last_head(self, rank: int) -> bytes:
         """The head of the last note that a rank wrote."""
-        start = self.layout.place_at(rank) + _HEAD_AT
+        start = self.layout.place_at(rank) + HEAD_AT
         return self.bytes[start : start + HEAD_BYTES]
 
     def stage(self, rank: int) -> int:
@@ -120,7 +115,7 @@ class Memory:
     def leave(self, reason: str) -> None:
         """Publish why this rank takes part in nothing more."""
         start = self.layout.place_at(self.rank) + _REASON_AT
-        text = reason.encode()[: _PLACE_BYTES - _REASON_AT - _REASON.size]
+        text = reason.encode()[: PLACE_BYTES - _REASON_AT - _REASON.size]
         self.bytes[start + _REASON.size : start + _REASON.size + len(text)] = text
         _REASON.pack_into(self.bytes, start, len(text))
 
@@ -164,20 +159,12 @@ class Process:
     """A process, identified by its number and its start time, since numbers are reused."""
 
     pid: int
-    started: str
+    started: int | None
 
     @classmethod
     def this(cls) -> Process:
-        return cls(os.getpid(), _started(os.getpid()))
+        return cls(os.getpid(), start_ticks(os.getpid()))
 
     def has_ended(self) -> bool:
         """Return whether it has ended, also as a zombie."""
-        return _started(self.pid) != self.started
-
-
-def _started(pid: int) -> str:
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in "ZXx" else fields[19]
+        return start_ticks(self.pid) != self.started

@@ -9,7 +9,14 @@ from pathlib import Path
 import torch
 
 from shardwright.common.native_code import compiled
-from shardwright.distributed.backends.segment.memory import HEAD_BYTES, SMALL_BYTES, WIDE_BYTES, Memory
+from shardwright.distributed.backends.segment.memory import (
+    HEAD_AT,
+    HEAD_BYTES,
+    PLACE_BYTES,
+    SMALL_BYTES,
+    WIDE_BYTES,
+    Memory,
+)
 
 _SOURCE = Path(__file__).with_name("native.c")
 # As native.c numbers them.
@@ -41,8 +48,8 @@ class Group(ctypes.Structure):
         """
         layout = memory.layout
         return cls(
-            memory.address + layout.places_at, memory.address + layout.slots_at, memory.wide_address,
-            layout.place_bytes, layout.slot_bytes, layout.note_bytes, WIDE_BYTES, layout.head_at, HEAD_BYTES,
+            memory.address + layout.place_at(0), memory.address + layout.slots_at, memory.wide_address,
+            PLACE_BYTES, layout.slot_bytes, layout.note_bytes, WIDE_BYTES, HEAD_AT, HEAD_BYTES,
             SMALL_BYTES, memory.size, memory.rank, not crowded,
         )  # fmt: skip
 
