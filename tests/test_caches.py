@@ -19,8 +19,6 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from shardwright.checkpoint.format import containers, pieces
-from shardwright.checkpoint.format.manifest import Box
-from shardwright.checkpoint.loading import load
 from shardwright.common import package, signatures
 from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.mesh import collectives, dtensor, redistribute, ways
@@ -174,9 +172,6 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[tuple[Any, ...], ...]]] = {
     ),
     "boxes": (pieces._box, (((8, 8), (6, 8)), (ROWS, COLUMNS, BOTH), (A, B), (0, 5))),
     "holders": (pieces._holders, (((8, 8), (0, 8)), (ROWS, BOTH), (A, B), (4, 8))),
-    "overlaps": (
-        load._overlap, ((Box((0, 0), (4, 8)), Box((2, 0), (4, 8))), (Box((0, 0), (4, 8)), Box((3, 2), (4, 4))))
-    ),
     "numbers of places": (digests._numbers_of_places, ((3, 4), (torch.device("cpu"), torch.device("cpu", 0)))),
     "parameters": (
         signatures._parameters_of, ((torch.ops.aten.add.Tensor, torch.ops.aten.add.out, torch.ops.aten.neg.default),)

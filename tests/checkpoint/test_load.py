@@ -150,7 +150,7 @@ def test_a_byte_flipped_in_a_block_that_is_read_is_found(tmp_path, data):
         at = data.draw(st.integers(0, len(raw) - 1))
         raw[at] ^= data.draw(st.integers(1, 255))
         path.write_bytes(raw)
-        entry, part = next((e, c) for e in saved.tensors() for c in e.chunks
+        entry, part = next((e, c) for e in saved.entries.values() for c in e.chunks
                            if c.place.start <= at < c.place.start + c.place.length)  # fmt: skip
         assert [(d.file, d.entry) for v in verify(tmp_path) for d in v.damage] == [("__0_0.distcp", entry.name)]
         first, last = part.place.data, part.place.data + part.box.numel * 4 - 1

@@ -113,8 +113,7 @@ def write_tensor(file: BinaryIO, tensor: Tensor, name: str, start: int) -> Exten
 def packed(path: tuple[str, ...], value: Any) -> bytes:
     """A value that is no tensor, as ``torch.save`` writes it.
 
-    Raises:
-        CheckpointError: where a weights-only load would not read it back.
+    Raises `CheckpointError` where a weights-only load would not read it back.
     """
     buffer = io.BytesIO()
     try:

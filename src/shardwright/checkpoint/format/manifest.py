@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
@@ -35,8 +35,6 @@ without reading all of it, and ranks whose parts meet in a block both read no mo
 
 def checksum(*parts: Any) -> str:
     """The 64-bit XXH3 of bytes-like objects that follow each other, as the program ``xxh3sum`` prints it."""
-    if len(parts) == 1:
-        return xxhash.xxh3_64_hexdigest(parts[0])
     state = xxhash.xxh3_64()
     for part in parts:
         state.update(part)
@@ -45,10 +43,6 @@ def checksum(*parts: Any) -> str:
 
 def checksums(parts: Sequence[memoryview]) -> tuple[str, ...]:
     """`checksum` of each block of `BLOCK_BYTES` of buffers that follow each other; the last block may be shorter."""
-    if len(parts) == 1:  # nearly always: all that is done for a block besides its sum costs a load time
-        whole = parts[0]
-        starts = range(0, len(whole), BLOCK_BYTES)
-        return tuple([xxhash.xxh3_64_hexdigest(whole[at : at + BLOCK_BYTES]) for at in starts])
     starts = range(0, sum(map(len, parts)), BLOCK_BYTES)
     return tuple([checksum(*between(parts, at, at + BLOCK_BYTES)) for at in starts])
 
@@ -194,12 +188,6 @@ class Manifest:
     files: Mapping[str, FileRecord]
     info: Mapping[str, Any] = field(default_factory=dict)
 
-    def tensors(self) -> Iterator[TensorEntry]:
-        return (entry for entry in self.entries.values() if isinstance(entry, TensorEntry))
-
-    def values(self) -> Iterator[ValueEntry]:
-        return (entry for entry in self.entries.values() if isinstance(entry, ValueEntry))
-
     def to_text(self) -> str:
         """JSON whose first line holds the checksum of all that follows it."""
         body = {
@@ -217,8 +205,7 @@ class Manifest:
     def from_text(text: str | bytes, source: str) -> Manifest:
         """The manifest that `to_text` wrote; ``source`` is the name of its file, for errors.
 
-        Raises:
-            CheckpointError: where it was altered, is incomplete, or has another format.
+        Raises `CheckpointError` where it was altered, is incomplete, or has another format.
         """
         raw = text.encode() if isinstance(text, str) else text
         first, _, rest = raw.partition(b"\n")

@@ -94,15 +94,6 @@ def _holders(shape: tuple[int, ...], layout: Layout, mesh: Mesh, world_size: int
     return MappingProxyType({box: tuple(ranks) for box, ranks in held.items()})
 
 
-@dataclass(frozen=True)
-class Share:
-    """A chunk, and the rank that writes it."""
-
-    name: str
-    box: Box
-    writer: int
-
-
 def cut(box: Box, item_bytes: int, largest_bytes: int = LARGEST_CHUNK_BYTES) -> list[Box]:
     """The box as boxes of at most ``largest_bytes``, cut along its first dim, where that has rows enough.
 
@@ -120,8 +111,8 @@ def cut(box: Box, item_bytes: int, largest_bytes: int = LARGEST_CHUNK_BYTES) -> 
     ]
 
 
-def shares(pieces: Sequence[TensorShard], world_size: int) -> list[Share]:
-    """Every chunk once, spread over the ranks that hold it so that they write about equally many bytes.
+def shares(pieces: Sequence[TensorShard], world_size: int, rank: int) -> list[tuple[str, Box]]:
+    """Return the chunks that a rank writes: they are spread over who holds them, so that all write about as many bytes.
 
     What fewest ranks hold is given away first, then the largest: the freely movable chunks even out the rest.
     """
@@ -132,9 +123,9 @@ def shares(pieces: Sequence[TensorShard], world_size: int) -> list[Share]:
         for part in cut(box, piece.dtype.itemsize)
     ]
     load = [0] * world_size
-    given = []
+    given: list[tuple[str, Box]] = []
     for _, negative_bytes, name, part, ranks in sorted(todo, key=lambda t: (*t[:3], t[3].offsets)):
         writer = min(ranks, key=lambda rank: (load[rank], rank))
         load[writer] -= negative_bytes
-        given.append(Share(name, part, writer))
+        given += [(name, part)] if writer == rank else []
     return given

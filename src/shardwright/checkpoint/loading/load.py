@@ -13,8 +13,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,7 +23,7 @@ from shardwright.checkpoint.format.containers import memory_of
 from shardwright.checkpoint.format.manifest import BLOCK_BYTES, Box, Chunk, Manifest, TensorEntry, ValueEntry
 from shardwright.checkpoint.format.pieces import State, TensorShard
 from shardwright.checkpoint.loading.match import Match, Path, Rename, match
-from shardwright.checkpoint.loading.source import BlockRead, Source, open_source
+from shardwright.checkpoint.loading.source import Source, open_source
 from shardwright.checkpoint.saving.asynchronous import wait_copied
 from shardwright.checkpoint.storage.folders import Folder
 from shardwright.common.threads import thread_pool
@@ -110,20 +109,13 @@ def current_rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-@dataclass(frozen=True, eq=False)
-class _Job:
-    """Elements to read: a ``part`` of a chunk, which goes into ``target``.
-
-    ``part`` is in the coordinates of the chunk, and ``target`` has its shape. The first element is number ``first`` of
-    the chunk; ``together`` says that no other elements lie between them.
-    """
+class _Job(NamedTuple):
+    """Elements to read: a ``part`` of a chunk, in the coordinates of that, which goes into ``target`` of its shape."""
 
     entry: TensorEntry
     chunk: Chunk
     part: Box
     target: Tensor
-    first: int
-    together: bool
 
 
 def _jobs(entry: TensorEntry, piece: TensorShard, rank: int) -> list[_Job]:
@@ -142,10 +134,11 @@ def _jobs(entry: TensorEntry, piece: TensorShard, rank: int) -> list[_Job]:
 def _jobs_of(entry: TensorEntry, need: Box, local: Tensor) -> list[_Job]:
     jobs, count = [], 0
     for chunk in entry.chunks:
-        if overlap := _overlap(chunk.box, need):
-            part, slices, first, together = overlap
-            count += part.numel
-            jobs.append(_Job(entry, chunk, part, local if slices is None else local[slices], first, together))
+        common = chunk.box.common(need)
+        if common.numel:
+            offsets = tuple(a - b for a, b in zip(common.offsets, chunk.box.offsets, strict=True))
+            jobs.append(_Job(entry, chunk, Box(offsets, common.sizes), common.of_tensor(local, need)))
+            count += common.numel
     if count != need.numel:
         raise CheckpointError(
             f"the chunks of {entry.name} in the manifest have {count} of the {need.numel} elements at {need.offsets}, "
@@ -154,42 +147,17 @@ def _jobs_of(entry: TensorEntry, need: Box, local: Tensor) -> list[_Job]:
     return jobs
 
 
-@lru_cache(maxsize=4096)  # the tensors of a state are many and alike
-def _overlap(chunk: Box, need: Box) -> tuple[Box, tuple[slice, ...] | None, int, bool] | None:
-    """Return the box of a chunk that is needed, its place in what is needed, its first element, and if it is dense.
-
-    The place is None where the box is all that is needed; the result is None where nothing of the chunk is.
-
-    Cached by frozen boxes, of which it is a function.
-    """
-    common = chunk.common(need)
-    if not common.numel:
-        return None
-    part = Box(tuple(a - b for a, b in zip(common.offsets, chunk.offsets, strict=True)), common.sizes)
-    strides = _strides(chunk.sizes)
-    first = sum(a * s for a, s in zip(part.offsets, strides, strict=True))
-    return part, None if common == need else common.slices_in(need), first, _cover(part.sizes, strides) == part.numel
-
-
 def _run(source: Source, jobs: Sequence[_Job], threads: int) -> None:
-    """Read all jobs with several threads.
-
-    What can be computed is computed before the first byte is read: between two reads the processor's caches are full
-    of what was read, and the same work takes about three times as long.
-    """
-    jobs = sorted(jobs, key=lambda job: (job.chunk.place.file, job.chunk.place.start))
-    left, stopped = iter([(job, _pieces(source, job)) for job in jobs]), threading.Event()
+    """Read all jobs with several threads."""
+    left, stopped = iter(sorted(jobs, key=lambda job: (job.chunk.place.file, job.chunk.place.start))), threading.Event()
     slabs = _Slabs()
 
     def work() -> None:
         try:
-            for job, pieces in left:  # of which each thread takes the next one
+            for job in left:  # of which each thread takes the next one
                 if stopped.is_set():
                     return
-                for piece in pieces:
-                    source.fetch(piece)
-                if not pieces:
-                    _fill(source, job, slabs)
+                _fill(source, job, slabs)
         except BaseException:
             stopped.set()
             raise
@@ -215,15 +183,6 @@ class _Slabs(threading.local):
         if len(self.memory) < size_bytes:
             self.memory = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
         return self.memory[:size_bytes]
-
-
-def _pieces(source: Source, job: _Job) -> list[BlockRead]:
-    """Return how a job is read where it is one stretch both in the file and in memory; nothing where it is not."""
-    place, dtype, target = job.chunk.place, job.entry.dtype, job.target
-    if not job.together or target.dtype != dtype or target.device.type != "cpu" or not target.is_contiguous():
-        return []
-    torch.autograd.graph.increment_version(target)  # autograd sees no write from outside
-    return source.pieces(job.entry.name, place, place.data + job.first * dtype.itemsize, memory_of(target))
 
 
 def _fill(source: Source, job: _Job, slabs: _Slabs) -> None:

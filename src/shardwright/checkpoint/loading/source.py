@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -45,21 +45,6 @@ class Damage:
 
     def __str__(self) -> str:
         return f"{self.file}: {self.what}" + (f" (entry {self.entry})" if self.entry else "")
-
-
-class BlockRead(NamedTuple):
-    """The blocks of a container from number ``block`` on, to be read into a buffer.
-
-    ``buffer`` takes all of their bytes but the first ``before`` and the last ``after``, which are read for the
-    checksums alone.
-    """
-
-    entry: str
-    place: Extent
-    block: int
-    buffer: memoryview
-    before: int
-    after: int
 
 
 class _Scratch(threading.local):
@@ -94,35 +79,18 @@ class Source:
     def read(self, entry: str, place: Extent, start: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with the bytes of a container from its byte ``start`` on, and check every block of them.
 
-        Raises:
-            CheckpointError: where a block is not what was written, or the file ends before it.
+        Raises `CheckpointError` where a block is not what was written, or the file ends before it.
         """
-        for piece in self.pieces(entry, place, start, buffer):
-            self.fetch(piece)
-
-    def pieces(self, entry: str, place: Extent, start: int, buffer: memoryview) -> list[BlockRead]:
-        """Return what to give to `fetch` for ``buffer`` to be filled as by `read`."""
         stop, step = start + len(buffer), max(self.folder.piece_bytes // BLOCK_BYTES, 1)
         first, last = start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)
         firsts = range(first, max(last - step // 2, first + 1), step) if first < last else ()  # none is a mere rest
-        found = []
         for index, end in pairwise([*firsts, last]):
             begin, finish = index * BLOCK_BYTES, min(end * BLOCK_BYTES, place.length)
-            before, after = max(start - begin, 0), max(finish - stop, 0)
+            before, after = max(start - begin, 0), max(finish - stop, 0)  # read for the checksums alone
             part = buffer[begin + before - start : finish - after - start]
-            found.append(BlockRead(entry, place, index, part, before, after))
-        return found
-
-    def fetch(self, piece: BlockRead) -> None:
-        """Read a piece and check it.
-
-        Raises:
-            CheckpointError: as `read`.
-        """
-        entry, place, index, buffer, before, after = piece
-        beside = memoryview(self._scratch.before)[:before], memoryview(self._scratch.after)[:after]
-        if found := self.check_blocks(entry, place, index, *filter(len, (beside[0], buffer, beside[1]))):
-            raise self.damaged(found[0])
+            beside = memoryview(self._scratch.before)[:before], memoryview(self._scratch.after)[:after]
+            if found := self.check_blocks(entry, place, index, *filter(len, (beside[0], part, beside[1]))):
+                raise self.damaged(found[0])
 
     def check_blocks(self, entry: str, place: Extent, index: int, *buffers: memoryview) -> list[Damage]:
         """Read blocks of a container into ``buffers``, and return the damage that is found.
@@ -153,8 +121,7 @@ class Source:
     def file(self, name: str) -> bytes:
         """A whole small file of the checkpoint: ``plan.json``, ``config.yaml``.
 
-        Raises:
-            CheckpointError: where the checkpoint has none of that name, or it was altered.
+        Raises `CheckpointError` where the checkpoint has none of that name, or it was altered.
         """
         if name not in self.manifest.files:
             names = ", ".join(sorted(n for n, record in self.manifest.files.items() if record.checksum))
@@ -164,11 +131,7 @@ class Source:
         return self.folder.read(name)
 
     def check_files(self) -> None:
-        """Every file is there with all its bytes, and the small ones are what was written.
-
-        Raises:
-            CheckpointError: which names all that are not.
-        """
+        """Raise `CheckpointError` that names all files which are not there with all bytes, or are small and altered."""
         found = [*wrong_sizes(self.folder, self.manifest)]
         bad = {damage.file for damage in found}
         whole = [name for name, record in self.manifest.files.items() if record.checksum and name not in bad]
@@ -224,11 +187,7 @@ def damaged_file(folder: Folder, manifest: Manifest, name: str) -> Damage | None
 
 
 def read_manifest(folder: Folder) -> Manifest:
-    """The manifest in a folder.
-
-    Raises:
-        CheckpointError: where there is none, or it is damaged.
-    """
+    """The manifest in a folder; raises `CheckpointError` where there is none, or it is damaged."""
     source = f"{folder.where}/{MANIFEST}"
     try:
         return Manifest.from_text(folder.read(MANIFEST), source)
@@ -280,8 +239,7 @@ def latest(folder: Folder) -> str | None:
 def open_source(where: str | os.PathLike[str] | Folder) -> Source:
     """The checkpoint at a path or URL; of a directory of checkpoints the latest.
 
-    Raises:
-        CheckpointError: where there is none, or its manifest is damaged.
+    Raises `CheckpointError` where there is none, or its manifest is damaged.
     """
     folder = open_folder(where) if isinstance(where, str | os.PathLike) else where
     sizes = folder.sizes()

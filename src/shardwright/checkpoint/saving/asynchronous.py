@@ -129,8 +129,7 @@ class AsyncSaver:
     def wait(self) -> Manifest | None:
         """Wait for the save under way; its manifest on rank 0, None on the others and where nothing was under way.
 
-        Raises:
-            CheckpointError: what went wrong with it.
+        Raises `CheckpointError`, what went wrong with it.
         """
         if self._save is None:
             return None

@@ -89,11 +89,7 @@ class Copy:
         self._size_bytes = sum(container.frame.length for container in containers)
 
     def finish(self) -> None:
-        """Copy the rest, in whatever thread.
-
-        Raises:
-            CheckpointError: where a tensor is not what it was when the copy began.
-        """
+        """Copy the rest, in whatever thread; `CheckpointError` where a tensor was changed since the copy began."""
         on_device = self._on_device
         for container in self._later:
             tensor = on_device.get(container)

@@ -88,11 +88,7 @@ class Written:
 
 
 def prepare(state: State, ranks: Ranks) -> Prepared:
-    """Return what this rank has to write of ``state``.
-
-    Raises:
-        CheckpointError: where an entry cannot be saved, or two have one name.
-    """
+    """Return what this rank writes of ``state``; `CheckpointError` for what cannot be saved, or two of one name."""
     pieces: dict[str, TensorShard] = {}
     values: dict[tuple[str, ...], bytes] = {}
     also: dict[tuple[str, ...], str] = {}
@@ -116,9 +112,8 @@ def prepare(state: State, ranks: Ranks) -> Prepared:
     if len(described) != len({line.partition(": ")[0] for line in described}):
         raise CheckpointError(f"two entries of the state have the same name: {_twice(state)}")
     parts = {
-        (share.name, share.box): _part(pieces[share.name], share.box, ranks.rank)
-        for share in shares(list(pieces.values()), ranks.size)
-        if share.writer == ranks.rank
+        (name, box): _part(pieces[name], box, ranks.rank)
+        for name, box in shares(list(pieces.values()), ranks.size, ranks.rank)
     }
     return Prepared(tuple(sorted(described)), pieces, parts, values, also)
 

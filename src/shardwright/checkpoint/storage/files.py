@@ -148,8 +148,7 @@ class FileLock:
 def written(files: Files, path: str, size_bytes: int = 0) -> Iterator[Any]:
     """Open a new file to write to, which is on the disk at the end; where that fails it may be incomplete.
 
-    Raises:
-        CheckpointError: where the file system refuses, with the file and the size.
+    Raises `CheckpointError` where the file system refuses, with the file and the size.
     """
     try:
         file = files.create(path)

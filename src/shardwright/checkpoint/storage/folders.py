@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import fsspec
 
@@ -28,16 +28,6 @@ _SPEAK_S3 = {
 }
 
 
-class File(Protocol):
-    """A file of a folder."""
-
-    def read_into(self, start: int, buffers: Sequence[memoryview]) -> int:
-        """Fill the buffers with the bytes from ``start`` on, and return how many there were.
-
-        There are fewer than the buffers have room for only at the end of the file.
-        """
-
-
 class LocalFile:
     """A file of this host."""
 
@@ -46,12 +36,32 @@ class LocalFile:
         weakref.finalize(self, os.close, self._descriptor)
 
     def read_into(self, start: int, buffers: Sequence[memoryview]) -> int:
+        """Fill the buffers with bytes from ``start`` on; return how many there were, fewer only at the file's end."""
         file, wanted = self._descriptor, sum(map(len, buffers))
         came = count = os.preadv(file, buffers, start)
         while count and came < wanted:
             count = os.preadv(file, between(buffers, came, wanted), start + came)
             came += count
         return came
+
+
+class RemoteFile:
+    """A file behind a URL, of which ``get`` returns a range."""
+
+    def __init__(self, get: Callable[..., bytes]) -> None:
+        self._get = get
+
+    def read_into(self, start: int, buffers: Sequence[memoryview]) -> int:
+        """As `LocalFile.read_into`."""
+        data, came = memoryview(self._get(start=start, end=start + sum(map(len, buffers)))), 0
+        for buffer in buffers:
+            part = data[came : came + len(buffer)]
+            buffer[: len(part)] = part
+            came += len(part)
+        return came
+
+
+File = LocalFile | RemoteFile
 
 
 class Folder:
@@ -91,8 +101,7 @@ class Folder:
     def _listed(self) -> list[tuple[str, int | None]]:
         """Each name in it with the bytes of a file, or None for a directory.
 
-        Raises:
-            CheckpointError: where it is there, and cannot be read.
+        Raises `CheckpointError` where it is there, and cannot be read.
         """
         try:
             return self._entries()
@@ -124,21 +133,6 @@ class LocalFolder(Folder):
     def _entries(self) -> list[tuple[str, int | None]]:
         with os.scandir(self.where) as found:
             return [(e.name, None if e.is_dir() else e.stat().st_size) for e in found if e.is_dir() or e.is_file()]
-
-
-class RemoteFile:
-    """A file behind a URL, of which ``get`` returns a range."""
-
-    def __init__(self, get: Callable[..., bytes]) -> None:
-        self._get = get
-
-    def read_into(self, start: int, buffers: Sequence[memoryview]) -> int:
-        data, came = memoryview(self._get(start=start, end=start + sum(map(len, buffers)))), 0
-        for buffer in buffers:
-            part = data[came : came + len(buffer)]
-            buffer[: len(part)] = part
-            came += len(part)
-        return came
 
 
 class RemoteFolder(Folder):
@@ -175,19 +169,14 @@ class RemoteFolder(Folder):
 
 
 def open_folder(where: str | os.PathLike[str]) -> Folder:
-    """The folder at a path or URL.
-
-    Raises:
-        UsageError: for a protocol that is unknown or whose package is not installed.
-    """
+    """The folder at a path or URL; raises as `file_system`."""
     return RemoteFolder(os.fspath(where)) if "://" in os.fspath(where) else LocalFolder(where)
 
 
 def file_system(url: str) -> tuple[Any, str]:
     """Return the file system of a URL, and the path in it.
 
-    Raises:
-        UsageError: for a protocol that is unknown, with what to type in its place, or whose package is not installed.
+    Raises `UsageError` for a protocol that is unknown, or whose package is not installed, with what to type.
     """
     protocol, _, path = url.partition("://")
     try:

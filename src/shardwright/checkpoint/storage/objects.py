@@ -33,11 +33,7 @@ _LOOKS = 30  # at a lock, within a lease
 
 
 def open_store(where: str | Path, retention: Retention = KEEP_ALL) -> Store:
-    """The store at a path or URL.
-
-    Raises:
-        UsageError: for a URL that fsspec does not know, or whose package is not installed.
-    """
+    """The store at a path or URL; raises as `file_system`."""
     if "://" not in str(where):
         return Store(where, retention=retention)
     system, root = file_system(str(where))

@@ -115,11 +115,7 @@ class Store:
         return f"{self.directory}/{name}"
 
     def manifest(self, name: str) -> Manifest:
-        """The manifest of a checkpoint.
-
-        Raises:
-            CheckpointError: where there is none, or it is damaged.
-        """
+        """The manifest of a checkpoint; raises `CheckpointError` where there is none, or it is damaged."""
         path = f"{self.path(name)}/{MANIFEST}"
         try:
             return Manifest.from_text(self.files.read(path), path)
@@ -135,16 +131,12 @@ class Store:
                     found[name] = self.manifest(name)
         return dict(sorted(found.items(), key=lambda item: (_sequence(item[1]), _saved(item[1]), item[0])))
 
-    def latest(self) -> str | None:
-        """The name of the newest complete checkpoint, None where there is none.
+    def _newest(self) -> dict[str, Manifest]:
+        """The newest complete checkpoint with its manifest, the last entry; nothing where there is none.
 
         That is what the pointer says; where the pointer is missing, damaged or names what is not complete, all
         manifests are read.
         """
-        return next(reversed(self._newest()), None)
-
-    def _newest(self) -> dict[str, Manifest]:
-        """The newest complete checkpoint with its manifest, the last entry; nothing where there is none."""
         with contextlib.suppress(OSError, CheckpointError, UnicodeDecodeError):
             name = self.files.read(self.path(LATEST)).decode().removesuffix("\n")
             if _is_name(name):
@@ -154,8 +146,7 @@ class Store:
     def begin(self, name: str) -> Save:
         """Make room for a checkpoint: take the lock, remove what dead saves left, make the directory to write into.
 
-        Raises:
-            CheckpointError: where the name cannot be one, another save is under way here, or the file system refuses.
+        Raises `CheckpointError` where the name cannot be one, another save is under way, or the file system refuses.
         """
         if not _is_name(name):
             raise CheckpointError(
@@ -188,8 +179,7 @@ class Store:
     def commit(self, save: Save, manifest: Manifest) -> None:
         """Make the save a checkpoint, the latest; then remove those that the retention gives up.
 
-        Raises:
-            CheckpointError: where the file system refuses; what ``latest`` named before is still there.
+        Raises `CheckpointError` where the file system refuses; what ``latest`` named before is still there.
         """
         with self._refusing(f"cannot complete {self.path(save.name)}"):
             self.write(save, MANIFEST, manifest.to_text().encode())

@@ -107,8 +107,7 @@ def broadcast_buffers(model: Any) -> None:
 def parameter_names(optimizer: Optimizer, module: nn.Module) -> list[list[str]]:
     """The names of the parameters of each group, as `named_parameters` gives them.
 
-    Raises:
-        CheckpointError: where the optimizer updates something that is no parameter of the module.
+    Raises `CheckpointError` where the optimizer updates something that is no parameter of the module.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     groups = []
@@ -127,8 +126,7 @@ def parameter_names(optimizer: Optimizer, module: nn.Module) -> list[list[str]]:
 def optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[Path, Any]:
     """Return the state of the optimizer by the names of its parameters; those without state have no entries.
 
-    Raises:
-        CheckpointError: for an optimizer (LBFGS) whose state cannot be told apart by parameter.
+    Raises `CheckpointError` for an optimizer (LBFGS) whose state cannot be told apart by parameter.
     """
     groups = parameter_names(optimizer, module)
     found: dict[Path, Any] = {}
