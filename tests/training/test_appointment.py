@@ -7,7 +7,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from shardwright.training.appointment import appointments
+from shardwright.training.appointment import Appointments
 
 
 def run(size, points, wishes, seed, collectives=2, until=()):
@@ -21,7 +21,7 @@ def run(size, points, wishes, seed, collectives=2, until=()):
 
     def rank(number):
         draw = random.Random(seed * 100 + number)
-        mine = appointments(store, "test", number, size)
+        mine = Appointments(store, "test", number, size)
         point = 0
         while point < points or not {told for _, told in found[number]}.issuperset(until):  # on all ranks alike
             point += 1

@@ -30,14 +30,16 @@ _ANSWERS_S = 0.01  # between looks while the others' numbers, or the appointment
 class Appointments:
     """``point()`` is called by the loop on every rank at each of its points; ``wish`` by any thread of any rank.
 
-    ``store`` is the job's, None where this rank is alone; ``tick(seconds)`` waits for so long, or less, in the thread,
-    and is where its owner can look at other things. Call `close` at the end, from the thread that made it.
+    ``store`` is the job's, which a rank that is alone needs none of; no other loop of the job has this loop's ``name``.
+    ``tick(seconds)`` waits for so long, or less, in the thread, and is where its owner can look at other things. Call
+    `close` at the end, from the thread that made it.
     """
 
     def __init__(
-        self, store: Store | None, rank: int, size: int, tick: Callable[[float], object] | None = None
+        self, store: Store | None, name: str, rank: int, size: int, tick: Callable[[float], object] | None = None
     ) -> None:
-        self._store, self._rank, self._size = store, rank, size
+        own = PrefixStore(f"appointments/{name}", store) if store is not None and size > 1 else None
+        self._store, self._rank, self._size = own, rank, size
         self._changed = threading.Condition()
         self._wishes: list[str] = []
         self._round = 0
@@ -129,11 +131,3 @@ class Appointments:
         before = self._round
         while not self._closed.is_set() and self._round == before:
             self._tick(_ANSWERS_S)
-
-
-def appointments(
-    store: Store | None, name: str, rank: int, size: int, tick: Callable[[float], object] | None = None
-) -> Appointments:
-    """Appointments of the ranks of one loop, whose ``name`` no other loop of the job has."""
-    own = PrefixStore(f"appointments/{name}", store) if store is not None and size > 1 else None
-    return Appointments(own, rank, size, tick)

@@ -15,7 +15,7 @@ from shardwright.common.torch_private import job_store
 from shardwright.distributed.agreement import from_rank_zero
 from shardwright.distributed.ranks import ranks_by_collectives
 from shardwright.errors import UsageError
-from shardwright.training.appointment import Appointments, appointments
+from shardwright.training.appointment import Appointments
 from shardwright.training.callbacks import EMA
 from shardwright.training.hooks import Callback, RunView
 from shardwright.training.preemption import EXIT_CODE, Preemption
@@ -101,7 +101,7 @@ class ModelCheckpoint(Callback):
             if self.every_minutes is not None and world.rank == 0 and waited_s > 60 * self.every_minutes:
                 self._appointments.wish(_TIME_IS_UP)
 
-        self._appointments = appointments(job_store(), fit, world.rank, world.size, tick)
+        self._appointments = Appointments(job_store(), fit, world.rank, world.size, tick)
 
     def resumed(self, run: RunView, where: CheckpointPath, name: str) -> None:
         """The run goes on from the checkpoint ``name``, so that there is no need to write it again."""

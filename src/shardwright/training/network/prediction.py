@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import permutations
 
@@ -53,8 +53,9 @@ def flows_between(collectives: Mapping[Collective, int], mesh: Mesh, hosts: Sequ
     """
     sent: Counter[tuple[Collective, tuple[int, ...]]] = Counter()
     for collective, count in collectives.items():
-        for members in _groups(mesh, mesh.ordered(collective.axes)):
-            sent[collective, members] += count
+        for members in mesh.groups(collective.axes):
+            if len(members) > 1:  # a group of one has nothing to say
+                sent[collective, members] += count
     flows: defaultdict[tuple[str, str], float] = defaultdict(float)
     for (collective, members), count in sent.items():
         for pair, each in _flows_of(collective, mesh, [hosts[rank] for rank in members], backend):
@@ -86,15 +87,6 @@ def _flows_of(
     each = collective.sent_bytes(mesh) + way.messages(members, collective.bytes) * backend.header_bytes
     for sender, receiver in _edges(way.route, places):
         yield (sender, receiver), each if way.route == "ring" else each / (members - 1)
-
-
-def _groups(mesh: Mesh, axes: Iterable[str]) -> list[tuple[int, ...]]:
-    """The ranks, in groups of those that differ on these axes only; groups of one have nothing to say."""
-    along = set(axes)
-    groups: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
-    for rank in range(mesh.size):
-        groups[tuple(at for axis, at in mesh.coordinates(rank).items() if axis not in along)].append(rank)
-    return [tuple(members) for members in groups.values() if len(members) > 1]
 
 
 def _edges(route: str, places: Sequence[str]) -> Iterator[tuple[str, str]]:
