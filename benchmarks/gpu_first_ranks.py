@@ -307,8 +307,8 @@ def links(world: World, quick: bool) -> dict[str, Any]:
     """Seconds of an all-reduce between two ranks over those of the shipped profile."""
     shipped, found = for_device(world.device.type), {}
     for link in measure_links(world, (2**16, 2**20) if quick else (2**16, 2**20, 2**26), 3):
-        for size, seconds in link.points if link.kind == "all_reduce" else ():
-            priced = shipped.collective_s(link.kind, size, link.ranks, link.where)
+        for size, seconds in link.points if link.collective == "all_reduce" else ():
+            priced = shipped.collective_s(link.collective, size, link.ranks, link.where)
             found[f"{size} bytes over shipped"] = round(seconds / priced, 2)
     return found
 

@@ -32,7 +32,7 @@ def inside(sizes: list[int], answer: str) -> None:
     world = sw.init()
     found = measure_links(world, sizes, kinds=COMPARED, ranks=world.size)
     if world.rank == 0:
-        Path(answer).write_text(json.dumps([[m.kind, m.points] for m in found]))
+        Path(answer).write_text(json.dumps([[m.collective, m.points] for m in found]))
 
 
 def measured(sizes: list[int], ranks: int, bind_to: str, folder: Path) -> dict[str, dict[int, float]]:

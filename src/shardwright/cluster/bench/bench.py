@@ -10,7 +10,6 @@ import json
 import os
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -47,7 +46,7 @@ def run_bench(world: World, options: BenchOptions, show: Callable[[str], None]) 
     """
     agree("shardwright bench", {"the benchmark": options}, _problem(world, options))
     bench = _Bench(world, options)
-    say = show if world.rank == 0 and not options.json else _silent
+    say = show if world.rank == 0 and not options.json else lambda line: None
     tests = []
     for name in options.collectives:
         for line in opening(bench.first_line, OPERATIONS[name].program, options, bench.devices):
@@ -59,10 +58,6 @@ def run_bench(world: World, options: BenchOptions, show: Callable[[str], None]) 
     if options.json and world.rank == 0:
         show(json.dumps(to_json(bench.first_line, world.backend, options, bench.devices, tests), indent=1))
     return tuple(tests)
-
-
-def _silent(line: str) -> None:
-    pass
 
 
 def _problem(world: World, options: BenchOptions) -> str | None:
@@ -83,12 +78,6 @@ def _free_bytes() -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-@dataclass(frozen=True)
-class _Timed:
-    seconds: float
-    wrong: int | None
 
 
 class _Bench:
@@ -133,11 +122,10 @@ class _Bench:
         operation.fill(case, buffers)
         call = partial(operation.call, case, buffers)
         mine_s = mean_s(call, case.device, self.options.warmup, self.options.iters)
-        wrong = self._wrong(operation, case, buffers) if self.options.check else None
-        everyone = from_all_ranks(_Timed(mine_s, wrong))
-        seconds = sum(theirs.seconds for theirs in everyone) / len(everyone)
+        times, wrong = zip(*from_all_ranks((mine_s, self._wrong(operation, case, buffers))), strict=True)
+        seconds = sum(times) / len(times)
         algbw = size / seconds / 1e9
-        total = sum(theirs.wrong or 0 for theirs in everyone) if self.options.check else None
+        total = sum(wrong) if self.options.check else None
         return Half(seconds * 1e6, algbw, algbw * operation.factor(case.ranks), total)
 
     def _wrong(self, operation: Operation, case: Case, buffers: Buffers) -> int:

@@ -16,6 +16,10 @@ from typing import Any
 from shardwright.cluster.bench.options import BenchOptions, ranks_and_iters, read_bench_options
 from shardwright.errors import ShardwrightError, UsageError
 from shardwright.launch.hosts.environment import read_environment
+from shardwright.launch.options.carrier_facts import carrier_of_backend
+from shardwright.launch.options.launch_options import LaunchOptions, read_options
+from shardwright.launch.options.request import HostRequest, LaunchRequest
+from shardwright.launch.start import launch
 
 
 def bench(
@@ -42,8 +46,8 @@ def bench(
         from shardwright.cluster.bench.rank import measure
 
         return 0 if measure(options) else 1
-    if hosts or hostfile:
-        return _launch_on(options, start, hosts, hostfile)
+    if hosts or hostfile:  # whose ranks say by their exit code how it went: a file of theirs need not be here
+        return launch(_job(options, start, "", where=HostRequest(hosts=hosts, hostfile=hostfile)))
     return _launch(options, start)
 
 
@@ -56,19 +60,10 @@ def _check_target(path: Path) -> None:
 
 
 def _launch(options: BenchOptions, ranks: str | None) -> int:
-    from shardwright.launch.options.carrier_facts import carrier_of_backend
-    from shardwright.launch.options.launch_options import read_options
-    from shardwright.launch.options.request import LaunchRequest
-    from shardwright.launch.start import launch
-
     folder = Path(tempfile.mkdtemp(prefix="shardwright-bench-"))
     verdict = folder / "verdict.json"
-    module = ["shardwright.cluster.bench.rank", str(verdict), json.dumps(asdict(options))]
-    request = LaunchRequest(
-        kind="module", arguments=module, ranks=ranks, tee="0", log_dir=str(folder / "logs"),
-        via=carrier_of_backend(options.backend).name,
-    )  # fmt: skip
-    job = read_options(request)
+    via = carrier_of_backend(options.backend).name
+    job = _job(options, ranks, str(verdict), log_dir=str(folder / "logs"), via=via)
     try:
         code = launch(job)
     except ShardwrightError:
@@ -83,14 +78,6 @@ def _launch(options: BenchOptions, ranks: str | None) -> int:
     return 0 if answer["passed"] else 1
 
 
-def _launch_on(options: BenchOptions, ranks: str | None, hosts: str | None, hostfile: str | None) -> int:
-    """Measure on hosts, whose ranks say by their exit code how it went: a file of theirs need not be here."""
-    from shardwright.launch.options.launch_options import read_options
-    from shardwright.launch.options.request import HostRequest, LaunchRequest
-    from shardwright.launch.start import launch
-
-    module = ["shardwright.cluster.bench.rank", "", json.dumps(asdict(options))]
-    request = LaunchRequest(
-        kind="module", arguments=module, ranks=ranks, tee="0", where=HostRequest(hosts=hosts, hostfile=hostfile)
-    )
-    return launch(read_options(request))
+def _job(options: BenchOptions, ranks: str | None, verdict: str, **words: Any) -> LaunchOptions:
+    module = ["shardwright.cluster.bench.rank", verdict, json.dumps(asdict(options))]
+    return read_options(LaunchRequest(kind="module", arguments=module, ranks=ranks, tee="0", **words))

@@ -33,10 +33,7 @@ def parse_size(text: str, flag: str) -> int:
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """One benchmark: its collectives in order, and the sizes, counts and type that nccl-tests' flags say.
-
-    The size grows by ``factor`` where that is over 1, else by ``step_bytes``.
-    """
+    """One benchmark, by nccl-tests' flags: sizes grow by ``factor`` where that is over 1, else by ``step_bytes``."""
 
     collectives: tuple[str, ...]
     min_bytes: int = 32 * 2**20
@@ -66,11 +63,7 @@ def read_bench_options(
     iters: int, warmup: int, check: int, dtype: str, reduction: str, root: int, devices: int, backend: str | None,
     json: bool, profile: str | None,
 ) -> BenchOptions:  # fmt: skip
-    """Return the benchmark that a command line asks for.
-
-    Raises:
-        UsageError: for what cannot be served, with what to type.
-    """
+    """Return the benchmark that a command line asks for. Raises `UsageError` for what cannot be served."""
     chosen = _collectives(collective, profile)
     for flag, value, known in (("-d", dtype, DTYPES), ("-o", reduction, REDUCTIONS), ("--backend", backend, BACKENDS)):
         if value is not None and value not in known:

@@ -11,10 +11,7 @@ from shardwright.cluster.bench.options import BenchOptions
 
 @dataclass(frozen=True)
 class Half:
-    """One half of a row: microseconds of a call, the mean over ranks; GB/s (10^9); the wrong elements of all ranks.
-
-    ``wrong`` is None where nothing was checked.
-    """
+    """One half of a row: us of a call, GB/s (10^9), and the wrong elements of all ranks, None where unchecked."""
 
     time_us: float
     algbw: float
@@ -150,17 +147,14 @@ def closing(test: Test) -> list[str]:
         f"# {'Avg bus bandwidth':<20} : {test.average_busbw:g} ",
         "#",
         f"# Collective test concluded: {test.program}",
-        roofline_line(test),
+        f"# {'Roofline':<20} : best {test.best_busbw:.3g} {_share(test)}; {test.roofline.reason}",
         "#",
     ]
 
 
-def roofline_line(test: Test) -> str:
-    """Return how near the best row comes to the limit of the machine, in a line."""
-    best, roof = test.best_busbw, test.roofline
-    if roof.limit is None:
-        return f"# {'Roofline':<20} : best {best:.3g} GB/s; {roof.reason}"
-    return f"# {'Roofline':<20} : best {best:.3g} of {roof.limit:.3g} GB/s ({best / roof.limit:.0%}); {roof.reason}"
+def _share(test: Test) -> str:
+    limit = test.roofline.limit
+    return "GB/s" if limit is None else f"of {limit:.3g} GB/s ({test.best_busbw / limit:.0%})"
 
 
 def to_json(
@@ -178,18 +172,17 @@ def to_json(
             "warmup_iters": options.warmup, "iterations": options.iters, "validation": options.check,
         },
         "devices": [asdict(device) for device in devices],
-        "tests": [_test_json(test) for test in tests],
+        "tests": [
+            {
+                "name": test.program,
+                "results": [_row_json(row) for row in test.rows],
+                "out_of_bounds": {"count": test.out_of_bounds, "okay": test.out_of_bounds == 0},
+                "average_bus_bandwidth": {"bandwidth": test.average_busbw},
+                "roofline": asdict(test.roofline),
+            }
+            for test in tests
+        ],
     }  # fmt: skip
-
-
-def _test_json(test: Test) -> Any:
-    return {
-        "name": test.program,
-        "results": [_row_json(row) for row in test.rows],
-        "out_of_bounds": {"count": test.out_of_bounds, "okay": test.out_of_bounds == 0},
-        "average_bus_bandwidth": {"bandwidth": test.average_busbw},
-        "roofline": asdict(test.roofline),
-    }
 
 
 def _row_json(row: BenchRow) -> Any:

@@ -54,11 +54,7 @@ class StepOverheads:
 
 
 def measure_overheads(world: World, speeds: DeviceSpeeds) -> StepOverheads:
-    """Return the figures of the slowest rank; ``speeds`` are those of its device. All ranks call this together.
-
-    Args:
-        speeds: what the device was found to take for operators, those of the step that is measured among them.
-    """
+    """Return the figures of the slowest rank; ``speeds`` are its device's. All ranks call this together."""
     if world.device.type == "cpu":
         keep_freed_memory()  # as in training
     updates = tuple(_updating(per_entry, make, world.device) for per_entry, make in _OPTIMIZERS.items())
@@ -95,12 +91,9 @@ def _split_s(world: World) -> float:
     splitting = Splitting({"": Layout.split(1, {0: [_AXIS]})}, mesh, device, splits=True)
     wholes = [nn.Parameter(torch.zeros(4 * world.size, device=device)) for _ in range(_SMALL)]
     parts = [splitting.part("", whole, whole) for whole in wholes]
-    parts_s, plain_s = (slowest_s(_training(parameters), device) for parameters in (parts, [*map(_plain, parts)]))
+    plain = [nn.Parameter(local_part(part).detach().clone()) for part in parts]
+    parts_s, plain_s = (slowest_s(_training(parameters), device) for parameters in (parts, plain))
     return max(0.0, parts_s - plain_s) / _SMALL
-
-
-def _plain(part: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(local_part(part).detach().clone())
 
 
 def _training(parameters: Sequence[nn.Parameter]) -> Callable[[], None]:
@@ -156,7 +149,7 @@ class ProductLoad:
         once = ProductLoad(matrix, 10, 0.0)
         fitting = max(1, round(_PIECE_S / (slowest_s(once.piece, device) / once.products)))
         work = ProductLoad(matrix, fitting, 0.0)
-        return ProductLoad(matrix, fitting, slowest_s(lambda: work.pieces(_nothing), device))
+        return ProductLoad(matrix, fitting, slowest_s(lambda: work.pieces(lambda: None), device))
 
     def piece(self) -> None:
         """Compute for a while."""
@@ -199,7 +192,3 @@ def gradients_hidden(world: World) -> float:
     hidden_s = reduced_s + computed_s - slowest_s(both, device)
     comm.close()
     return min(1.0, max(0.0, hidden_s / min(reduced_s, computed_s)))
-
-
-def _nothing() -> None:
-    """Do nothing between two pieces."""

@@ -61,17 +61,6 @@ _FLOAT = 4
 
 
 @dataclass(frozen=True)
-class MeasuredCollective:
-    """The seconds of a kind of collective at every size, in groups of ``ranks``, ``per_host`` on each host."""
-
-    where: LinkKind
-    kind: CollectiveKind
-    ranks: int
-    points: tuple[tuple[int, float], ...]
-    per_host: int
-
-
-@dataclass(frozen=True)
 class _Groups:
     """Groups that cover the world: those along ``axes`` of the communicator's mesh."""
 
@@ -115,10 +104,7 @@ def measure_hardware(
     """
     speeds = measure_device(world.device)
     hidden = gradients_hidden(world)
-    measured = measure_links(world, sizes, rounds, within_s=links_s)
-    links = tuple(
-        LinkCost(link.where, link.kind, link.ranks, fit(link.points), link.points, link.per_host) for link in measured
-    )
+    links = tuple(measure_links(world, sizes, rounds, within_s=links_s))
     around = measure_overheads(world, speeds)
     memory_bytes, outside_bytes = memory_of(world.device)
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else processor()
@@ -135,16 +121,16 @@ def measure_hardware(
         peak_flops=shipped(known).peak_flops if known else (),
         links=links,
         ranks_per_host=None if hosts == 1 else world.local_size,
-        sources=tuple(_sources(world, hosts, measured, max(sizes))),
+        sources=tuple(_sources(world, hosts, links, max(sizes))),
     )
 
 
-def _sources(world: World, hosts: int, measured: Sequence[MeasuredCollective], most_bytes: int) -> Iterator[str]:
+def _sources(world: World, hosts: int, links: Sequence[LinkCost], most_bytes: int) -> Iterator[str]:
     yield (
         f"measured {date.today().isoformat()} by shardwright bench --save-profile: {world.size} ranks on {hosts} "
         f"host{'s' * (hosts > 1)}, {world.backend}, torch {torch.__version__}, {torch.get_num_threads()} threads a rank"
     )
-    least = {where: min(m.points[-1][0] for m in measured if m.where == where) for where in {m.where for m in measured}}
+    least = {where: min(m.points[-1][0] for m in links if m.where == where) for where in {m.where for m in links}}
     for where, timed_bytes in sorted(least.items()):
         if timed_bytes < most_bytes:
             yield f"{where} hosts some collectives were timed up to {timed_bytes} bytes; beyond they go on as a line"
@@ -158,7 +144,7 @@ def measure_links(
     *,
     ranks: int | None = None,
     within_s: float = math.inf,
-) -> list[MeasuredCollective]:
+) -> list[LinkCost]:
     """Return the seconds at ``sizes``, bytes of the whole buffer, for every kind of collective and of group.
 
     In a round a size is timed once, or several times in succession where it is small, of which the median counts.
@@ -188,7 +174,8 @@ def measure_links(
         alone = [least.get((id(row.groups), kind), of[0]) for kind in _BOTH_WAYS.get(row.kind, (row.kind,))]
         more_s = max(0.0, (taken - sum(alone)) / len(alone))
         points = tuple((cell.size, s + more_s) for cell, s in zip(row.cells, of, strict=True))
-        found.append(MeasuredCollective(row.groups.where, row.kind, row.groups.ranks, points, row.groups.per_host))
+        groups = row.groups
+        found.append(LinkCost(groups.where, row.kind, groups.ranks, fit(points), points, groups.per_host))
     return found
 
 

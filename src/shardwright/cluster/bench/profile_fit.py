@@ -23,17 +23,14 @@ _FASTEST = 1e15  # bytes per second of a segment in which the bytes cost nothing
 
 
 def fit(points: Sequence[tuple[int, float]], tolerance: float = 0.08) -> Curve:
-    """Return the curve through (bytes, seconds) of different sizes.
-
-    Raises:
-        UsageError: for fewer than two sizes, or times that are not above 0.
-    """
+    """Return the curve through (bytes, seconds). Raises `UsageError` for less than two sizes, or times not above 0."""
     ordered = sorted(points)
     sizes = np.array([size for size, _ in ordered], dtype=np.float64)
     times = np.array([seconds for _, seconds in ordered])
     if len(set(sizes)) < len(sizes) or len(sizes) < 2 or not (times > 0).all() or not np.isfinite(times).all():
         raise UsageError(f"a curve needs two sizes or more, each once, with times above 0; got {ordered}")
-    smooth = monotone(median_filter(times, 3, mode="nearest"))
+    undisturbed = median_filter(times, 3, mode="nearest")
+    smooth: Array = np.exp(isotonic_regression(np.log(undisturbed)).x)  # the nearest by squares of logarithms
     knots = [0, len(sizes) - 1]
     while True:
         at_knots = _least_squares(sizes, smooth, knots)
@@ -45,12 +42,6 @@ def fit(points: Sequence[tuple[int, float]], tolerance: float = 0.08) -> Curve:
         if error[worst] <= tolerance:
             return _curve(sizes[knots], at_knots)
         knots = sorted({*knots, worst})
-
-
-def monotone(times: Array) -> Array:
-    """Return the nearest sequence to ``times`` that never falls, by squares of the logarithms."""
-    smooth: Array = np.exp(isotonic_regression(np.log(times)).x)
-    return smooth
 
 
 def _least_squares(sizes: Array, times: Array, knots: list[int]) -> Array:

@@ -52,10 +52,7 @@ def fastest_link(backend: str, system: Path = SYSFS) -> tuple[str, float] | None
 
 
 def within(size_bytes: int, copies_s: Sequence[float]) -> Roofline:
-    """Return the bound inside a host on a row of this size, from what each rank's copy of as many bytes took.
-
-    Every byte is copied at least once. As for the row, the mean over ranks counts.
-    """
+    """Return the bound inside a host, by the mean over ranks of copying as many bytes: each is copied at least once."""
     mean_s = sum(copies_s) / len(copies_s)
     return Roofline(size_bytes / mean_s / 1e9, f"copies of {size_bytes} B inside the host, by all ranks at once")
 
