@@ -58,29 +58,12 @@ class HostFinding:
     finding: Finding
 
 
-def ok(text: str, *remedy: str) -> Finding:
-    """Return a finding of the severity OK."""
-    return Finding(Severity.OK, text, remedy)
+def _of(severity: Severity) -> Callable[..., Finding]:
+    return lambda text, *remedy: Finding(severity, text, remedy)
 
 
-def note(text: str, *remedy: str) -> Finding:
-    """Return a finding of the severity NOTE."""
-    return Finding(Severity.NOTE, text, remedy)
-
-
-def unknown(text: str, *remedy: str) -> Finding:
-    """Return a finding of the severity UNKNOWN."""
-    return Finding(Severity.UNKNOWN, text, remedy)
-
-
-def warning(text: str, *remedy: str) -> Finding:
-    """Return a finding of the severity WARNING."""
-    return Finding(Severity.WARNING, text, remedy)
-
-
-def problem(text: str, *remedy: str) -> Finding:
-    """Return a finding of the severity PROBLEM."""
-    return Finding(Severity.PROBLEM, text, remedy)
+ok, note, unknown, warning, problem = map(_of, Severity)
+"""Each takes a text and lines to type, and returns a finding of its severity."""
 
 
 MISREAD = (Unreadable, ValueError, TypeError, KeyError, IndexError, AttributeError)

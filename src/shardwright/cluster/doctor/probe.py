@@ -34,6 +34,7 @@ from shardwright.cluster.doctor import sources
 from shardwright.cluster.programs.on_host import answer_orders, login_try
 from shardwright.launch.hosts import interfaces
 from shardwright.launch.hosts.hosts import resolve
+from shardwright.launch.supervisor.preflight import version
 
 COMMAND_S = 4.0
 _TORCH_S = 10.0  # importing it takes seconds
@@ -41,6 +42,7 @@ REACH_S = 3.0
 BULK_BYTES = 1 << 18
 """So much comes after the word of a host that is reached: packets of full size, which a small MTU on the way loses."""
 _MOST_BYTES = 1 << 16
+_LIMITS = {"open files": resource.RLIMIT_NOFILE, "processes": resource.RLIMIT_NPROC, "locked": resource.RLIMIT_MEMLOCK}
 _NCCL = """
 import ctypes, sys
 version = ctypes.c_int()
@@ -117,17 +119,10 @@ def _interpreter() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "executable": sys.executable,
-        "packages": {name: version for name in sources.PACKAGES if (version := _version(name))},
+        "packages": {name: found for name in sources.PACKAGES if (found := version(name, sys.path))},
         "torch_cuda": _torch_cuda(),
         "code": _code(),
     }
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _torch_cuda() -> str | None:
@@ -154,18 +149,13 @@ def _code() -> str | None:
 
 
 def _machine() -> dict[str, Any]:
-    kinds = {
-        "open files": resource.RLIMIT_NOFILE,
-        "processes": resource.RLIMIT_NPROC,
-        "locked": resource.RLIMIT_MEMLOCK,
-    }
     return {
         "name": socket.gethostname(),
         "user": getpass.getuser(),
         "root": os.geteuid() == 0,
         "cpus": len(os.sched_getaffinity(0)),
         "all_cpus": os.cpu_count(),
-        "limits": {name: list(resource.getrlimit(kind)) for name, kind in kinds.items()},
+        "limits": {name: list(resource.getrlimit(kind)) for name, kind in _LIMITS.items()},
         "disks": _disks(),
         "addresses": [[a.interface, a.address, a.mbits_per_s] for a in interfaces.own_addresses()],
         "environment": _environment(os.environ),
@@ -203,10 +193,7 @@ def _library_folder(path: str) -> dict[str, Any]:
 
 
 def _nccl() -> dict[str, Any] | None:
-    """Return the NCCL that torch would load, tried in a process of its own; None where there is no library.
-
-    Of several packages it is that of the CUDA that torch was built for.
-    """
+    """Return the NCCL that torch would load, tried in a process of its own; None where there is no library."""
     fitting = sources.nccl_package((_torch_cuda() or "").partition(".")[0])
     for name in sorted(sources.NCCL_PACKAGES, key=lambda name: name != fitting):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -218,10 +205,7 @@ def _nccl() -> dict[str, Any] | None:
 
 
 def _architectures() -> list[str] | None:
-    """Return the GPUs for which torch has kernels, as ``sm_90``; None without GPUs, and where it does not say in time.
-
-    They are asked of torch in a process of its own.
-    """
+    """Return the GPUs for which torch has kernels, as ``sm_90``; None without GPUs, or where it says none in time."""
     if _torch_cuda() is None or shutil.which("nvidia-smi") is None:
         return None
     answer = _run((sys.executable, "-c", _ARCHITECTURES), _TORCH_S)
@@ -260,19 +244,15 @@ def _send(connected: socket.socket, word: bytes) -> None:
 
 
 def _reach(peers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    no_ssh = {"code": None, "out": "", "err": "there is no ssh program"}
     with ThreadPoolExecutor(max(1, 3 * len(peers))) as pool:
         tcp = {p["name"]: pool.submit(_connect_all, p["addresses"], p["port"], p["word"].encode()) for p in peers}
         names = {p["name"]: pool.submit(resolve, p["resolve"], REACH_S) for p in peers}
-        ssh = {p["name"]: pool.submit(_ssh, p["target"]) for p in peers}
+        ssh = {p["name"]: pool.submit(_run, login_try(p["target"], int(COMMAND_S)), 2 * COMMAND_S) for p in peers}
         return {
-            name: {"tcp": tcp[name].result(), "addresses": names[name].result(), "ssh": ssh[name].result()}
+            name: {"tcp": tcp[name].result(), "addresses": names[name].result(), "ssh": ssh[name].result() or no_ssh}
             for name in tcp
         }
-
-
-def _ssh(target: str) -> dict[str, Any]:
-    answer = _run(login_try(target, int(COMMAND_S)), 2 * COMMAND_S)
-    return answer or {"code": None, "out": "", "err": "there is no ssh program"}
 
 
 def _connect_all(addresses: Sequence[str], port: int, word: bytes) -> list[dict[str, Any]]:

@@ -13,8 +13,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from shardwright.cluster.doctor import probe
 from shardwright.cluster.doctor.reading import CommandResult, HostReading, Unreadable
@@ -108,7 +107,13 @@ def _ways(
 
     def reach(host: Host) -> None:
         others = others_of(host, hosts)
-        peers = [_peer(other, readings[other.name], ports[other.name], words[other.name]) for other in others]
+        peers = [
+            {
+                "name": o.name, "target": o.login, "resolve": o.name, "port": ports[o.name], "word": words[o.name],
+                "addresses": addresses_of(readings[o.name]),
+            }
+            for o in others
+        ]  # fmt: skip
         try:
             answer = opened[host.name].ask({"order": "reach", "peers": peers, "word": words[host.name]})
         except NoAnswer as error:
@@ -131,13 +136,6 @@ def others_of(host: Host, hosts: Sequence[Host]) -> list[Host]:
     return after if len(hosts) <= MOST_PAIRED else after[:_AFTER]
 
 
-def _peer(host: Host, reading: HostReading, port: int, word: str) -> dict[str, Any]:
-    return {
-        "name": host.name, "target": host.login, "resolve": host.name, "port": port, "word": word,
-        "addresses": addresses_of(reading),
-    }  # fmt: skip
-
-
 def addresses_of(reading: HostReading) -> list[str]:
     """Return the addresses that a host says it has, of those that are addresses."""
     return [address for _, address, _ in _entries(reading)]
@@ -154,14 +152,12 @@ def _entries(reading: HostReading) -> list[tuple[str, str, int]]:
 
 
 def with_way_out(reading: HostReading, ways: Mapping[tuple[str, str], Route]) -> HostReading:
-    """Return the reading with the fastest interface that leads to all others that the host has tried.
-
-    The host cannot know that alone.
-    """
+    """Return the reading with the fastest interface that leads to all others, which a host cannot know alone."""
     reached = [[t.mine for t in way.tcp if t.how == "all"] for (here, _), way in ways.items() if here == reading.name]
     leading = [
         (interface, mbits_per_s)
         for interface, address, mbits_per_s in _entries(reading)
         if reached and all(address in mine for mine in reached)
     ]
-    return reading.changed(leads_out=max(leading, key=lambda one: one[1])[0] if leading else None)
+    leads_out = max(leading, key=lambda one: one[1])[0] if leading else None
+    return replace(reading, facts={**reading.facts, "leads_out": leads_out})

@@ -9,7 +9,7 @@ from __future__ import annotations
 import fnmatch
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from shardwright.common.schema import SchemaError, checked
@@ -93,10 +93,6 @@ class HostReading:
     def as_root(self, line: str) -> str:
         """Return a line to type that needs the superuser."""
         return line if self.facts.get("root") is True else f"sudo {line}"
-
-    def changed(self, **facts: Any) -> HostReading:
-        """Return the same host with other facts."""
-        return replace(self, facts={**self.facts, **facts})
 
 
 def typed(*words: object) -> str:

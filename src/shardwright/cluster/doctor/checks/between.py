@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median_low
-from typing import Any
 
 from shardwright.cluster.doctor import sources
 from shardwright.cluster.doctor.checks.gpus import gpus
@@ -38,16 +37,8 @@ def _pip_same(name: str) -> Callable[[HostReading, str], tuple[str, ...]]:
     return lambda reading, version: (pip(reading, *pip_words(name, version)),)
 
 
-def _installed(need: str) -> Callable[[HostReading, str], tuple[str, ...]]:
-    return lambda reading, _: install(reading, need)
-
-
 def _by_hand(text: str) -> Callable[[HostReading, str], tuple[str, ...]]:
     return lambda _, expected: (f"# {text.format(plain(expected))}",)
-
-
-def _driver_same(reading: HostReading, version: str) -> tuple[str, ...]:
-    return install(reading, "driver", str(numbers(version)[0]))
 
 
 def _nccl_same(reading: HostReading, version: str) -> tuple[str, ...]:
@@ -77,9 +68,9 @@ DRIFTS = (
     Drift("shardwright", lambda r: r.package("shardwright"), Severity.PROBLEM, _pip_same("shardwright")),
     Drift("code", lambda r: r.facts.get("code"), Severity.WARNING, _by_hand("install the same sources on all hosts")),
     Drift("numpy", lambda r: r.package("numpy"), Severity.WARNING, _pip_same("numpy")),
-    Drift("GPU driver", _driver, Severity.WARNING, _driver_same),
+    Drift("GPU driver", _driver, Severity.WARNING, lambda r, version: install(r, "driver", str(numbers(version)[0]))),
     Drift("NCCL", _nccl, Severity.PROBLEM, _nccl_same),
-    Drift("MPI", _mpi, Severity.WARNING, _installed("mpi")),
+    Drift("MPI", _mpi, Severity.WARNING, lambda r, _: install(r, "mpi")),
     Drift("user", lambda r: r.fact("user", str), Severity.WARNING, _by_hand("log in as {0}: -H {0}@HOST")),
 )  # fmt: skip
 
@@ -100,11 +91,6 @@ def _found(name: str, finding: Finding, *hosts: str) -> HostFinding:
     return HostFinding(GROUP, name, hosts, finding)
 
 
-def _most(values: Mapping[str, Any]) -> Any:
-    """Return the most common value; of equally common ones that of the first host."""
-    return Counter(values.values()).most_common(1)[0][0]
-
-
 def versions(cluster: Cluster) -> Iterator[HostFinding]:
     """Yield the versions that are to be the same on all hosts, and are not."""
     same = []
@@ -118,7 +104,7 @@ def versions(cluster: Cluster) -> Iterator[HostFinding]:
                 yield _found(drift.name, misread(error), name)
         if not values:
             continue
-        expected = _most(values)
+        expected = Counter(values.values()).most_common(1)[0][0]  # of equally common ones that of the first host
         like = next(name for name, value in values.items() if value == expected)
         for name in (name for name, value in values.items() if value != expected):
             try:

@@ -22,15 +22,14 @@ def _on(value: str, _: HostReading) -> bool:
     return value in _ON
 
 
-def _too_many(value: str, reading: HostReading) -> bool:
-    return value.isdecimal() and int(value) > reading.fact("cpus", int)
-
-
 # Variables that hurt, whether a value does, and how.
 HURTING: dict[str, tuple[Hurts, str]] = {
     "CUDA_LAUNCH_BLOCKING": (_on, "every kernel is waited for"),
     "CUDA_VISIBLE_DEVICES": (lambda value, _: value.strip() in ("", "-1"), "hides all GPUs"),
-    "OMP_NUM_THREADS": (_too_many, "more threads than cores, in every rank"),
+    "OMP_NUM_THREADS": (
+        lambda value, reading: value.isdecimal() and int(value) > reading.fact("cpus", int),
+        "more threads than cores, in every rank",
+    ),
     "NCCL_P2P_DISABLE": (_on, "GPUs of one host do not talk directly"),
     "NCCL_SHM_DISABLE": (_on, "ranks of one host talk over the network"),
     "NCCL_IB_DISABLE": (_on, "InfiniBand is not used"),

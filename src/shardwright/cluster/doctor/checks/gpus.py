@@ -47,10 +47,7 @@ class Gpu:
 
 
 def gpus(reading: HostReading) -> tuple[Gpu, ...]:
-    """Return the GPUs by nvidia-smi, none where it is not there, or fails as it does without GPUs.
-
-    Raises `Unreadable` where it fails otherwise or says something else.
-    """
+    """Return nvidia-smi's GPUs, none where it fails for want of any. Raises `Unreadable` where it fails otherwise."""
     ran = reading.command(sources.NVIDIA_QUERY)
     if ran is None or (_fails(ran) and on_the_bus(reading) == 0):
         return ()
