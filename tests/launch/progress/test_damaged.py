@@ -12,7 +12,6 @@ from mutated import mutations
 from reported_jobs import LINE, PLAN, job, tell
 from shardwright.cluster.jobs import on_host as of_jobs
 from shardwright.cluster.trust import on_host as of_trust
-from shardwright.cluster.watch import on_host as of_watch
 from shardwright.cluster.watch.report import report
 from shardwright.common import private_folder
 from shardwright.launch.carriers.packed import sources
@@ -127,7 +126,7 @@ PROGRAMS = {
     "shardwright.launch.supervisor.main": (),
     **{
         module.__name__: ("cluster/__init__", "cluster/programs", "/".join(module.__name__.split(".")[1:-1]))
-        for module in (of_jobs, of_watch, of_trust)
+        for module in (of_jobs, of_trust)
     },
 }
 

@@ -153,7 +153,7 @@ def test_what_is_no_folder_of_a_job_is_said_so(tmp_path):
 
 
 class Answering:
-    """A host that answers as `shardwright.cluster.watch.on_host` does there."""
+    """A host that answers as `shardwright.cluster.jobs.on_host` does there."""
 
     def __init__(self, name, folder, state):
         self.host, self.record = Host(name), {"name": "digits", "folder": str(folder), "state": state}

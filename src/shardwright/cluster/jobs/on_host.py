@@ -1,4 +1,4 @@
-"""The program on a host for `shardwright ps -H` and `stop -H`: it finds the jobs of this user there, and ends them.
+"""The program on a host for `shardwright ps -H`, `stop -H` and `watch -H`: it finds jobs of this user, and ends them.
 
 A job is known by the mark that all its processes carry, and by the record of its launcher where that is on this host.
 Above the processes of a job whose launcher is elsewhere stands an agent, as long as that launcher is heard. The orders:
@@ -6,6 +6,7 @@ Above the processes of a job whose launcher is elsewhere stands an agent, as lon
     {"order": "jobs"}                           what there is of jobs (`jobs`)
     {"order": "end", "id": ID, "now": false}    who watches a job is told to end it, or its processes, if nobody does
     {"order": "kill", "id": ID}                 what there is of it is killed
+    {"order": "watch", "folder": PATH}          the job with this folder, now (`launch.progress.ranks`)
 """
 
 from __future__ import annotations
@@ -16,22 +17,15 @@ import signal
 import time
 from collections.abc import Collection
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from shardwright.cluster.programs.on_host import answer_orders
 from shardwright.launch.carriers.packed import BOOT
-from shardwright.launch.host.processes import (
-    ASK_LAUNCHER,
-    KILL_NOW,
-    job_marks,
-    kill_all,
-    parent,
-    send_signal,
-    start_ticks,
-    variable,
-)
+from shardwright.launch.host import processes
 from shardwright.launch.joblog.jobs import known_jobs, tell_launcher
+from shardwright.launch.progress.ranks import WatchedJob
 
 _MARK = re.compile(r"(.+-[0-9a-f]{16})(?:/\d+)?")
 _KILL_S = 8.0
@@ -39,7 +33,7 @@ _KILL_S = 8.0
 
 def _processes() -> dict[str, set[int]]:
     found: dict[str, set[int]] = {}
-    for pid, mark in job_marks().items():
+    for pid, mark in processes.job_marks().items():
         if (match := _MARK.fullmatch(mark)) and _is_ours(pid):
             found.setdefault(match[1], set()).add(pid)
     return found
@@ -53,7 +47,7 @@ def _is_ours(pid: int) -> bool:
 
 
 def _agents(pids: Collection[int]) -> set[int]:
-    above = {up for pid in pids if (up := parent(pid)) is not None} - set(pids)
+    above = {up for pid in pids if (up := processes.parent(pid)) is not None} - set(pids)
     return {pid for pid in above if _is_ours(pid) and _is_agent(pid)}
 
 
@@ -75,10 +69,10 @@ def jobs() -> dict[str, Any]:
 def _part(job_id: str, pids: set[int]) -> dict[str, Any]:
     """Return the part of a job here: its age, whether an agent watches it, and from where that was started."""
     agents = _agents(pids)
-    begun = [ticks for pid in pids if (ticks := start_ticks(pid)) is not None]
+    begun = [ticks for pid in pids if (ticks := processes.start_ticks(pid)) is not None]
     up_s = time.clock_gettime(time.CLOCK_BOOTTIME)
     age_s = up_s - min(begun) / os.sysconf("SC_CLK_TCK") if begun else 0.0
-    origins = [told.split()[0] for pid in agents if (told := variable(pid, "SSH_CONNECTION"))]
+    origins = [told.split()[0] for pid in agents if (told := processes.variable(pid, "SSH_CONNECTION"))]
     return {
         "id": job_id, "processes": len(pids), "age_s": age_s, "watched": bool(agents),
         "origin": next(iter(origins), None),
@@ -86,17 +80,14 @@ def _part(job_id: str, pids: set[int]) -> dict[str, Any]:
 
 
 def end(job_id: str, now: bool) -> dict[str, Any]:
-    """Tell the launcher, if it is here, or else the agents, which pass it on, to end a job.
-
-    Processes that nobody watches are told themselves.
-    """
+    """Tell a job to end: its launcher, if it is here, or else the agents, or processes that nobody watches."""
     if records := [record for record in known_jobs() if job_id in record.marks and record.lives]:
         for record in records:
             tell_launcher(record, now)
         return {}
     pids = _processes().get(job_id, set())
     if agents := _agents(pids):
-        _signal(agents, KILL_NOW if now else ASK_LAUNCHER)
+        _signal(agents, processes.KILL_NOW if now else processes.ASK_LAUNCHER)
     else:
         _signal(pids, signal.SIGKILL if now else signal.SIGTERM)
     return {}
@@ -104,15 +95,24 @@ def end(job_id: str, now: bool) -> dict[str, Any]:
 
 def _signal(pids: Collection[int], signum: int) -> None:
     for pid in pids:
-        send_signal(pid, signum)
-        send_signal(pid, signal.SIGCONT)
+        processes.send_signal(pid, signum)
+        processes.send_signal(pid, signal.SIGCONT)
 
 
 def kill(job_id: str) -> dict[str, Any]:
     """Kill what there is of a job. Its agents take what the job has written here with them."""
     _signal(_agents(_processes().get(job_id, set())), signal.SIGTERM)
-    kill_all(lambda: _processes().get(job_id, set()), _KILL_S)
+    processes.kill_all(lambda: _processes().get(job_id, set()), _KILL_S)
     return {}
+
+
+@cache
+def _watched(folder: str) -> WatchedJob:
+    """Return who reads a job's folder, and remembers how far it has.
+
+    Cached by the folder: its answers are read anew each time, this only keeps the place in growing files.
+    """
+    return WatchedJob(Path(folder))
 
 
 def main(_packed: int) -> None:
@@ -121,4 +121,5 @@ def main(_packed: int) -> None:
         "jobs": lambda _: jobs(),
         "end": lambda order: end(order["id"], order["now"]),
         "kill": lambda order: kill(order["id"]),
+        "watch": lambda order: asdict(_watched(order["folder"]).snapshot()),
     })  # fmt: skip
