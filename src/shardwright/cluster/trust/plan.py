@@ -34,10 +34,7 @@ def key_of(line: str) -> str | None:
 
 
 def known_lines(host: Host) -> tuple[str, ...]:
-    """Return the lines by which others know a host: by its name, and by what the name stands for here.
-
-    Raises `LaunchError` where this machine does not know the host's key.
-    """
+    """Return the lines by which others know a host. Raises `LaunchError` where this machine does not know its key."""
     names, keys = _here(host) if is_this_host(host.name) and host.user is None else _verified(host)
     if not keys:
         raise LaunchError(
@@ -152,11 +149,8 @@ def plan(
     lacking = []
     for host in hosts:
         look, others = looks[host.name], [other for other in hosts if other is not host]
-        strangers = [o.name for o in others if not _lets_in(look, looks[o.name].key)]
+        let_in = {key_of(line) for line in look.authorized} - {None}
+        strangers = [o.name for o in others if looks[o.name].key not in let_in]
         unknown = [o.name for o in others if not set(known[o.name]) <= look.known]
         lacking.append(MissingLogins(host, look.user, look.key is None, tuple(strangers), tuple(unknown)))
     return lacking
-
-
-def _lets_in(look: SshState, key: str | None) -> bool:
-    return key is not None and any(key_of(line) == key for line in look.authorized)
