@@ -3,7 +3,8 @@
 python tools/predict.py --det-config FILE.yaml --rec-config FILE.yaml --out DIR IMAGE...
 """
 
-from shardwright.cli.texts import run_prediction
+from shardwright.cli import run
+from shardwright.cli.texts import predict
 
 if __name__ == "__main__":
-    run_prediction()
+    run(predict)

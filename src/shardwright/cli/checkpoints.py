@@ -42,7 +42,7 @@ def verify_checkpoint(where: str) -> None:
 
 @checkpoint.command()
 @click.option("--to", required=True, metavar="FILE|FOLDER/", help="A .safetensors, .pt or .pth file, or a folder.")
-@click.option("--what", type=click.Choice(["model", "ema", "all"]), default="model", show_default=True, help="Of it.")
+@click.option("--what", type=click.Choice(["model", "ema", "all"]), default="model", help="Of it.")
 @click.argument("where", metavar="DIR")
 def merge(where: str, to: str, what: str) -> None:
     """Write a checkpoint as one file that needs nothing of ours.
@@ -65,7 +65,7 @@ def merge(where: str, to: str, what: str) -> None:
 
 @checkpoint.command()
 @click.option("--to", required=True, metavar="DIR", help="A new directory of checkpoints.")
-@click.option("--ranks", default=1, show_default=True, help="Into how many files each tensor is cut.")
+@click.option("--ranks", default=1, help="Into how many files each tensor is cut.")
 @click.argument("file", metavar="FILE")
 def split(file: str, to: str, ranks: int) -> None:
     """Make a checkpoint, which any number of ranks loads, of a .pth, .pt or .safetensors file.

@@ -66,7 +66,7 @@ def file_names(_context: click.Context, _parameter: click.Parameter, begun: str)
     return [CompletionItem(begun, type="file")]
 
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.version_option(__version__, prog_name="shardwright")
 def cli() -> None:
     """Train a PyTorch model on many devices as if it were on one."""
@@ -84,9 +84,7 @@ PYTHON = click.option(
 WDIR = click.option(
     "--wdir", multiple=True, metavar="[HOST=]DIR", help="The working directory on the hosts; without it this one."
 )
-TIMEOUT = click.option(
-    "--connect-timeout", "connect_timeout_s", default=10.0, show_default=True, metavar="SECONDS", help="For ssh."
-)
+TIMEOUT = click.option("--connect-timeout", "connect_timeout_s", default=10.0, metavar="SECONDS", help="For ssh.")
 
 
 def on_hosts(command: Callable[..., None]) -> Callable[..., None]:
@@ -94,6 +92,4 @@ def on_hosts(command: Callable[..., None]) -> Callable[..., None]:
     return HOST(HOSTFILE(PYTHON(TIMEOUT(command))))
 
 
-LOG_DIR = click.option(
-    "--log-dir", default="log_output", show_default=True, metavar="DIR", help="Where the jobs' folders are."
-)
+LOG_DIR = click.option("--log-dir", default="log_output", metavar="DIR", help="Where the jobs' folders are.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
@@ -12,22 +13,18 @@ from shardwright.cli.group import LOG_DIR, on_hosts
 
 @click.command()
 @click.option("-f", "--follow", is_flag=True, help="Go on until the job ends; exit with its code.")
-@click.option("--rank", "ranks", default="0", show_default=True, metavar="all|0,3", help="The ranks to show.")
+@click.option("--rank", "ranks", default="0", metavar="all|0,3", help="The ranks to show.")
 @LOG_DIR
 @click.argument("job", required=False)
 def logs(job: str | None, follow: bool, ranks: str, log_dir: str) -> None:
     """Show what a job's ranks wrote; without JOB that of the job started last."""
-    from pathlib import Path
-
     from shardwright.launch.joblog.follow import show_logs
 
     sys.exit(show_logs(Path(log_dir), job, ranks, follow))
 
 
 @click.command()
-@click.option(
-    "--log-dir", default="log_output", show_default=True, metavar="DIR", help="Where ended jobs' folders are."
-)
+@click.option("--log-dir", default="log_output", metavar="DIR", help="Where ended jobs' folders are.")
 @on_hosts
 @click.argument("job", required=False)
 def watch(job: str | None, log_dir: str, **where: Any) -> None:
@@ -37,8 +34,6 @@ def watch(job: str | None, log_dir: str, **where: Any) -> None:
     one that was launched on another host. Exits with the job's code; Ctrl-C ends the watching alone. Where the output
     is no terminal it is lines.
     """
-    from pathlib import Path
-
     from shardwright.cluster.watch import command
     from shardwright.launch.options.request import NamedHosts
 
@@ -55,8 +50,6 @@ def report(job: str | None, html: str | None, log_dir: str) -> None:
 
     JOB is its name, or the folder of its logs; without it the one started last.
     """
-    from pathlib import Path
-
     from shardwright.cluster.watch.command import folder_of
     from shardwright.cluster.watch.report import report as write
     from shardwright.launch.joblog.job import find_job

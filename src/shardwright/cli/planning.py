@@ -56,11 +56,11 @@ class _PlanCommand(click.Command):
     is_flag=True,
     help="Plan also on one more host and with twice the memory; takes as long again for each.",
 )
-@click.option("--mode", type=_MODES, default="auto", show_default=True, help="How much the planner decides.")
+@click.option("--mode", type=_MODES, default="auto", help="How much the planner decides.")
 @click.option("--search", type=_SEARCHES, help="How it searches; without it the usual way of the mode.")
-@click.option("--inputs", type=click.Choice(["split", "whole"]), default="split", show_default=True, help="Of batches.")
+@click.option("--inputs", type=click.Choice(["split", "whole"]), default="split", help="Of batches.")
 @click.option(
-    "--hardware", default="cpu", show_default=True, metavar="NAME|FILE.json",
+    "--hardware", default="cpu", metavar="NAME|FILE.json",
     help="Prices whose: cpu, v100, a100, h100, h200, or a profile that `shardwright bench --save-profile` wrote.",
 )  # fmt: skip
 @click.option(
@@ -71,9 +71,7 @@ class _PlanCommand(click.Command):
 @click.option(
     "--recompute", multiple=True, metavar="PATTERN", help="Modules with activation checkpointing: 'blocks.*'."
 )
-@click.option(
-    "--optimizer", default="adamw", show_default=True, help="Whose states devices hold: a name of torch.optim."
-)
+@click.option("--optimizer", default="adamw", help="Whose states devices hold: a name of torch.optim.")
 @click.option("--save", metavar="plan.json", help="Write the plan, for sw.parallelize(plan=...).")
 @click.option("--load", metavar="plan.json", help="Check that this plan fits, and show it, in place of planning.")
 @click.option("--full", is_flag=True, help="Every operator and collective in place of one page.")
@@ -139,15 +137,15 @@ def plan(
 
 @click.command()
 @click.option("-n", "--ranks", metavar="N", help="How many ranks; without it one per visible GPU, or one.")
-@click.option("--mode", type=_MODES, default="auto", show_default=True, help="How much the planner decides.")
+@click.option("--mode", type=_MODES, default="auto", help="How much the planner decides.")
 @click.option("--mesh", metavar="dp=2,tp=4", help="The ranks as named axes.")
 @click.option("--search", type=_SEARCHES, help="How the planner searches; without it the usual way of the mode.")
 @click.option("--plan", metavar="plan.json", help="Verify this plan, as `shardwright plan --save` wrote it.")
-@click.option("--steps", default=3, show_default=True, help="How many AdamW steps to compare.")
+@click.option("--steps", default=3, help="How many AdamW steps to compare.")
 @click.option("--loop", metavar="train", help="In place of AdamW, a generator of FILE.py: train(parallel, batches).")
-@click.option("--lr", default=1e-3, show_default=True, help="Their learning rate.")
+@click.option("--lr", default=1e-3, help="Their learning rate.")
 @click.option("--dtype", "dtypes", multiple=True, type=click.Choice(["float64", "float32"]), help="Without it, both.")
-@click.option("--seed", default=0, show_default=True, help="Set before build() is called.")
+@click.option("--seed", default=0, help="Set before build() is called.")
 @click.argument("target", metavar="FILE.py:build")
 def verify(target: str, ranks: str | None, dtypes: tuple[str, ...], **options: Any) -> None:
     """Compare a plan with one device, on real processes: losses, gradients, buffers and updated parameters.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
@@ -39,7 +40,6 @@ def _write_table(table: Any, notes: list[str], out: str | None, force: bool) -> 
     "--server-ip",
     "server_id",
     default="127.0.0.1",
-    show_default=True,
     metavar="IP",
     help="By which others reach this host.",
 )
@@ -57,8 +57,6 @@ def make_table(
     force: bool,
 ) -> None:
     """Write the table of this host's devices: a range without its end, "[4,8)", or a list, "{1,2}"."""
-    from pathlib import Path
-
     from shardwright.cluster.table_making import find_addresses, make, read_devices
 
     if (devices is None) == (device_num is None):
@@ -76,8 +74,6 @@ def make_table(
 @click.argument("tables", metavar="A.json B.json", nargs=-1)
 def merge_table(tables: tuple[str, ...], product: str | None, out: str | None, force: bool) -> None:
     """Join the tables of several servers; ranks follow the sorted server ids."""
-    from pathlib import Path
-
     from shardwright.cluster.table_making import merge
 
     _write_table(merge([Path(table) for table in tables], product), [], out, force)
@@ -88,8 +84,6 @@ def merge_table(tables: tuple[str, ...], product: str | None, out: str | None, f
 @click.argument("table", metavar="FILE.json")
 def check_table(table: str, product: str | None) -> None:
     """Say everything that is wrong with a table. The exit code is 0 where nothing is, 1 where something is."""
-    from pathlib import Path
-
     from shardwright.launch.hosts.table_check import check_rank_table
 
     checked = check_rank_table(Path(table), product)
@@ -109,8 +103,6 @@ def check_table(table: str, product: str | None) -> None:
 @click.argument("hostfile", metavar="FILE")
 def table_from_hostfile(hostfile: str, product: str | None, out: str | None, force: bool) -> None:
     """Write the table of a hostfile's hosts, with as many devices of each as it has slots."""
-    from pathlib import Path
-
     from shardwright.cluster.table_making import from_hostfile
 
     table, notes = from_hostfile(Path(hostfile), product)
@@ -123,8 +115,6 @@ def table_from_hostfile(hostfile: str, product: str | None, out: str | None, for
 @click.argument("table", metavar="FILE.json")
 def table_to_hostfile(table: str, out: str | None, force: bool) -> None:
     """Show or write the hostfile of a table: each server with as many slots as it has ranks."""
-    from pathlib import Path
-
     from shardwright.cluster.table_making import write
     from shardwright.launch.hosts.table_check import read_rank_table
 

@@ -6,17 +6,15 @@ from pathlib import Path
 
 import click
 
-from shardwright.cli import run
-
 
 @click.command()
 @click.option("--config", required=True, metavar="FILE.yaml")
 @click.option("-o", "--set", "overrides", multiple=True, metavar="KEY=VALUE")
-def _evaluate(config: str, overrides: tuple[str, ...]) -> None:
+def evaluate(config: str, overrides: tuple[str, ...]) -> None:
     """Evaluate the weights eval.ckpt_load_path on the images of eval.dataset; each rank takes its part."""
-    from shardwright.ocr.reading import evaluate
+    from shardwright.ocr import reading
 
-    print(evaluate(config, overrides), flush=True)
+    print(reading.evaluate(config, overrides), flush=True)
 
 
 @click.command()
@@ -26,7 +24,7 @@ def _evaluate(config: str, overrides: tuple[str, ...]) -> None:
 @click.option("--rec-weights", metavar="PATH", help="By default eval.ckpt_load_path of that file.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True, metavar="DIR")
 @click.argument("images", nargs=-1, required=True, type=click.Path(path_type=Path))
-def _predict(
+def predict(
     det_config: str | None,
     det_weights: str | None,
     rec_config: str | None,
@@ -41,13 +39,3 @@ def _predict(
     for image in images:
         for path in pages.write(image, out):
             print(path, flush=True)
-
-
-def run_evaluation() -> None:
-    """The program ``tools/eval.py``."""
-    run(_evaluate)
-
-
-def run_prediction() -> None:
-    """The program ``tools/predict.py``."""
-    run(_predict)

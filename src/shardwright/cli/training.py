@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 import click
 
@@ -16,7 +17,7 @@ def data() -> None:
 
 
 @data.command()
-@click.option("--format", default="mnist", show_default=True, help="mnist, cifar10 or cifar10-binary.")
+@click.option("--format", default="mnist", help="mnist, cifar10 or cifar10-binary.")
 @click.option("--out", type=click.Path(file_okay=False), required=True, metavar="DIR", help="The folder to write to.")
 @click.option("--force", is_flag=True, help="Replace another data set that is there already.")
 @click.option("--full-size", is_flag=True, help="As many images as the data set has, each digit many times.")
@@ -30,19 +31,17 @@ def digits(format: str, out: str, force: bool, full_size: bool) -> None:
 
 @data.command()
 @click.option("--out", type=click.Path(file_okay=False), required=True, metavar="DIR", help="The folder to write to.")
-@click.option("--count", type=click.IntRange(2), default=100, show_default=True, help="Images for detection.")
-@click.option("--words", type=click.IntRange(2), default=1000, show_default=True, help="Words for recognition.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Other images for another number.")
-@click.option("--size", type=click.IntRange(64), default=640, show_default=True, help="The sides of an image, pixels.")
+@click.option("--count", type=click.IntRange(2), default=100, help="Images for detection.")
+@click.option("--words", type=click.IntRange(2), default=1000, help="Words for recognition.")
+@click.option("--seed", type=click.IntRange(0), default=0, help="Other images for another number.")
+@click.option("--size", type=click.IntRange(64), default=640, help="The sides of an image, pixels.")
 @click.option("--alphabet", metavar="TEXT", help="The characters of which words are made; by default 0-9a-z.")
-@click.option("--longest", type=click.IntRange(3), default=8, show_default=True, help="The longest word.")
+@click.option("--longest", type=click.IntRange(3), default=8, help="The longest word.")
 @click.option("--force", is_flag=True, help="Write into a folder that has something already.")
 def ocr(
     out: str, count: int, words: int, seed: int, size: int, alphabet: str | None, longest: int, force: bool
 ) -> None:
     """Draw images of texts, one of five to test, labelled by the lines of ICDAR 2015, JSON, lists and LMDB."""
-    from pathlib import Path
-
     from shardwright.ocr.samples.dictionary import LETTERS
     from shardwright.ocr.samples.drawn import Drawing, write_images
 
