@@ -15,13 +15,14 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from shardwright.common.pulse import STACK_SIGNAL, PulseFile, PulseReading
 from shardwright.common.schema import from_json
 from shardwright.launch.host.processes import descendants, name_of, send_signal, state_and_cpu_s
+from shardwright.launch.host.system_files import text_of
 
 _PY_SPY_S = 4.0  # for all ranks of a host together
 _ANSWER_S = 3.0  # for a rank's own faulthandler, which needs none of Python's locks but a processor
@@ -103,7 +104,9 @@ def observe(targets: Mapping[int, Target]) -> list[Observation]:
     began_s = time.monotonic()
     pids = {rank: _python_of(target) for rank, target in targets.items()}
     before = {rank: state_and_cpu_s(pid) for rank, pid in pids.items()}
-    asked = _ask_for_recorded(targets)
+    asked = {rank: t.pulse for rank, t in targets.items() if t.pulse is not None and t.pulse.read().queued >= 0}
+    for pulse in asked.values():
+        pulse.ask()
     observations = {rank: _facts(rank, pids[rank], target) for rank, target in targets.items()}
     observations = _with_py_spy(observations)
     time.sleep(max(0.0, began_s + _WINDOW_S - time.monotonic()))
@@ -114,23 +117,13 @@ def observe(targets: Mapping[int, Target]) -> list[Observation]:
             observations[rank] = replace(observations[rank], busy=round(busy, 2))
     observations = _with_faulthandler(observations, targets)
     able = [pulse for rank, pulse in asked.items() if observations[rank].state not in ("T", "t")]
-    _wait_for_recorded(able, began_s + _WINDOW_S + _ANSWER_S)
+    until_s = began_s + _WINDOW_S + _ANSWER_S
+    while time.monotonic() < until_s and any(pulse.recorded() is None for pulse in able):
+        time.sleep(_TICK_S)
     for rank, pulse in asked.items():
         lines = tuple(line[:_TEXT] for line in (pulse.recorded() or "").splitlines()[-_RECORDED_LINES:])
         observations[rank] = replace(observations[rank], recorded=lines)
     return list(observations.values())
-
-
-def _ask_for_recorded(targets: Mapping[int, Target]) -> dict[int, PulseFile]:
-    asked = {rank: t.pulse for rank, t in targets.items() if t.pulse is not None and t.pulse.read().queued >= 0}
-    for pulse in asked.values():
-        pulse.ask()
-    return asked
-
-
-def _wait_for_recorded(pulses: Sequence[PulseFile], until_s: float) -> None:
-    while time.monotonic() < until_s and any(pulse.recorded() is None for pulse in pulses):
-        time.sleep(_TICK_S)
 
 
 def _python_of(target: Target) -> int:
@@ -162,10 +155,7 @@ def _facts(rank: int, pid: int, target: Target) -> Observation:
 
 
 def _proc(pid: int, name: str) -> str:
-    try:
-        return Path(f"/proc/{pid}/{name}").read_text(errors="replace").strip()
-    except OSError:
-        return ""
+    return text_of(f"/proc/{pid}/{name}")
 
 
 # --- py-spy
@@ -213,10 +203,7 @@ def read_py_spy(said: bytes, pid: int) -> tuple[Stack, ...]:
 
 
 def _with_faulthandler(observations: dict[int, Observation], targets: Mapping[int, Target]) -> dict[int, Observation]:
-    """Add the stacks that ranks write themselves.
-
-    All are asked at once; a stopped process would answer when it continues, and is not asked.
-    """
+    """Add the stacks that ranks write themselves, all asked at once; a stopped one would answer too late."""
     asked: dict[int, PulseFile] = {}
     result = dict(observations)
     for rank, seen in observations.items():

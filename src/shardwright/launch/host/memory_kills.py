@@ -6,7 +6,6 @@ no such group, or none that can be read, the count of the host has to do.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Iterable
@@ -15,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from shardwright.launch.host.processes import is_ending
+from shardwright.launch.host.system_files import text_of
 
 _AGE_S = 30.0  # a large process takes its time from the kernel's kill to its end
 _LOOK_S = 1.0
@@ -70,20 +70,13 @@ class _Count:
 
 def kills(file: Path) -> int | None:
     """Return the count in a file of the kernel's; None where there is none."""
-    with contextlib.suppress(OSError):
-        for line in file.read_text().splitlines():
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
-    return None
+    lines = text_of(file).splitlines()
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
 
 
 def counting_file(pid: int) -> Path | None:
     """Return the file that counts the kills in the control group of a living process; None where there is none."""
-    try:
-        lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
-    except OSError:
-        return None
-    for names, group in (line.split(":", 2)[1:] for line in lines):
+    for names, group in (line.split(":", 2)[1:] for line in text_of(f"/proc/{pid}/cgroup").splitlines()):
         for controller, root, point in _mounts():
             below = os.path.relpath(group, root)
             if controller not in names.split(",") or below.startswith(".."):
@@ -101,12 +94,11 @@ def _mounts() -> tuple[tuple[str, str, str], ...]:
     Cached once: control groups are mounted as the host starts.
     """
     found = []
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/mountinfo").read_text().splitlines():
-            before, _, after = line.partition(" - ")
-            (_, _, _, root, point, *_), (kind, *_, options) = before.split(), after.split()
-            if kind == "cgroup2":
-                found.append(("", root, point))
-            elif kind == "cgroup" and "memory" in options.split(","):
-                found.append(("memory", root, point))
+    for line in text_of("/proc/self/mountinfo").splitlines():
+        before, _, after = line.partition(" - ")
+        (_, _, _, root, point, *_), (kind, *_, options) = before.split(), after.split()
+        if kind == "cgroup2":
+            found.append(("", root, point))
+        elif kind == "cgroup" and "memory" in options.split(","):
+            found.append(("memory", root, point))
     return tuple(found)

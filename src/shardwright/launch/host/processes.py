@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 
 from shardwright.common.pulse import JOB_VARIABLE
+from shardwright.launch.host.system_files import text_of
 
 _PF_EXITING = 4
 _PR_SET_PDEATHSIG = 1
@@ -37,10 +38,7 @@ def _prctl(option: int, value: int) -> None:
 
 def _stat(pid: int) -> list[str] | None:
     """Return the fields of /proc/PID/stat from the state on; the name before them may hold blanks and brackets."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return None
+    return text_of(f"/proc/{pid}/stat").rpartition(")")[2].split() or None
 
 
 def all_processes() -> Iterator[int]:
@@ -110,9 +108,7 @@ def state_and_cpu_s(pid: int) -> tuple[str, float] | None:
 
 def name_of(pid: int) -> str:
     """Return the name of a process, "?" where it cannot be read."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
-    return "?"
+    return text_of(f"/proc/{pid}/comm") or "?"
 
 
 def send_signal(pid: int, signum: int) -> None:

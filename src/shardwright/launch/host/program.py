@@ -108,10 +108,7 @@ def check_program(kind: ProgramKind, arguments: Sequence[str], environment: Mapp
 
 
 def _command(arguments: Sequence[str], environment: Mapping[str, str]) -> Program | None:
-    """Return the program that a bare name stands for where no file has it; ours of this interpreter start as scripts.
-
-    Programs installed beside this interpreter are found without PATH, as its modules are.
-    """
+    """Return the program that a bare name stands for, on the PATH or beside this interpreter; None for a file."""
     name = arguments[0]
     if os.sep in name or os.path.isfile(name) or os.path.isfile(os.path.join(name, "__main__.py")):
         return None
@@ -169,10 +166,7 @@ def _nearest_scripts(path: Path) -> list[str]:
 
 
 def _check_module(name: str, environment: Mapping[str, str]) -> None:
-    """Raise `UsageError` where there is no such module.
-
-    Only the top package is looked up: finding more would import it, and with it perhaps torch.
-    """
+    """Raise `UsageError` where there is no such top package: to find more would import it, and perhaps torch."""
     if name.endswith(".py"):
         raise UsageError(f"-m takes a module's name, not a file; type {name} without -m, or -m {name[:-3]}")
     top = name.partition(".")[0]

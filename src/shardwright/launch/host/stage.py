@@ -40,10 +40,7 @@ class StagedEntry:
 
 @dataclass(frozen=True)
 class Stage:
-    """All staged entries, where folders come before their content.
-
-    ``keep``: the folder stays when the job has ended.
-    """
+    """All staged entries, folders before their content; with ``keep`` the folder stays when the job has ended."""
 
     entries: tuple[StagedEntry, ...]
     keep: bool = False
@@ -73,10 +70,7 @@ class Stage:
         return cls(tuple(sorted(entries, key=lambda entry: Path(entry.path).parts)), keep)
 
     def orders(self) -> Iterator[bytes]:
-        """Yield the orders for an agent, in pieces.
-
-        Files are read as the pieces are taken; one that has vanished raises `OSError`.
-        """
+        """Yield the orders for an agent, for which files are read as they are taken. Raises `OSError`."""
         yield encode(StageBegin(self.size_bytes, len(self.entries), self.keep))
         for entry in self.entries:
             order = StageEntry(entry.path, entry.kind, entry.mode, entry.time_s)
@@ -184,10 +178,7 @@ class StagedFiles:
             self._time_s = order.time_s
 
     def finish(self) -> None:
-        """Give the folders their modes, once everything has come.
-
-        A folder may be one that nobody may write to, once it has what is in it.
-        """
+        """Give the folders their modes, once everything has come: they may be such that nobody may write to them."""
         try:
             self._close_file()
             for path, mode in reversed(self._folders):

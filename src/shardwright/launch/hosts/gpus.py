@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
+
+from shardwright.launch.host.system_files import text_of
 
 
 def count_gpus(environment: Mapping[str, str]) -> int:
@@ -19,10 +22,7 @@ def count_gpus(environment: Mapping[str, str]) -> int:
 
 
 def cores_near(visible: int, environment: Mapping[str, str], root: Path = Path("/")) -> frozenset[int]:
-    """Return the cores on the side of the host on which the GPU is that a rank sees as number ``visible``.
-
-    No cores where the files do not say it for sure: where GPUs of several models are numbered by their speed, say.
-    """
+    """Return the cores near the GPU that a rank sees as ``visible``; none where the files do not say it for sure."""
     addresses = _visible(environment, root)
     if not 0 <= visible < len(addresses):
         return frozenset()
@@ -45,17 +45,13 @@ def _visible(environment: Mapping[str, str], root: Path) -> list[str]:
 
 
 def _facts(file: Path) -> dict[str, str]:
-    try:
-        lines = file.read_text().splitlines()
-    except OSError:
-        return {}
-    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    lines = (line.partition(":") for line in text_of(file).splitlines())
+    return {name.strip(): value.strip() for name, _, value in lines}
 
 
 def _cores(file: Path) -> frozenset[int]:
     """Return the cores of a list as the kernel writes it, such as ``0-15,32-47``; none where there is no such list."""
-    try:
-        spans = [span.split("-") for span in file.read_text().strip().split(",") if span]
+    with contextlib.suppress(ValueError):
+        spans = [span.split("-") for span in text_of(file).split(",") if span]
         return frozenset(core for span in spans for core in range(int(span[0]), int(span[-1]) + 1))
-    except (OSError, ValueError):
-        return frozenset()
+    return frozenset()

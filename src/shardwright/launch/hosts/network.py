@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from shardwright.launch.host.system_files import number_of, text_of
+
 DeviceKind = Literal["ethernet", "infiniband", "ip over infiniband", "loopback", "other"]
 SYSFS = Path("/sys")
 WORD_BYTES = 4
@@ -175,36 +177,24 @@ def bytes_per_s(speed: str) -> float | None:
     return None
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:  # a virtual device has no speed, a virtual function not every counter
-        return ""
-
-
-def _number(path: Path) -> int:
-    text = _text(path)
-    return int(text) if text.isdecimal() else 0
-
-
 def _troubles(folder: Path, names: Mapping[str, str]) -> dict[str, int]:
-    return {word: int(text) for name, word in names.items() if (text := _text(folder / name)).isdecimal()}
+    return {word: int(text) for name, word in names.items() if (text := text_of(folder / name)).isdecimal()}
 
 
 def _read_interface(name: str, path: Path) -> Device:
     counters = path / "statistics"
-    speed, state = _text(path / "speed"), _text(path / "operstate")
+    speed, state = text_of(path / "speed"), text_of(path / "operstate")  # a virtual device has no speed
     return Device(
         name,
-        _KINDS.get(_number(path / "type"), "other"),
+        _KINDS.get(number_of(path / "type"), "other"),
         up=state in ("up", "unknown"),  # the loopback and some virtual devices never say more than unknown
         in_bytes=int((counters / "rx_bytes").read_text()),
         out_bytes=int((counters / "tx_bytes").read_text()),
-        in_packets=_number(counters / "rx_packets"),
-        out_packets=_number(counters / "tx_packets"),
+        in_packets=number_of(counters / "rx_packets"),
+        out_packets=number_of(counters / "tx_packets"),
         troubles=_troubles(counters, _ETHERNET_TROUBLES),
         speed=f"{int(speed) / 1000:g} Gb/s" if speed.isdecimal() and int(speed) > 0 else "",
-        mtu=_number(path / "mtu") or None,
+        mtu=number_of(path / "mtu") or None,
         parts=tuple(sorted(link.name.removeprefix("lower_") for link in path.glob("lower_*"))),
     )
 
@@ -214,15 +204,15 @@ def _read_port(name: str, path: Path) -> Device:
     return Device(
         name,
         "infiniband",
-        up="ACTIVE" in _text(path / "state"),  # "4: ACTIVE"
+        up="ACTIVE" in text_of(path / "state"),  # "4: ACTIVE"
         in_bytes=int((counters / "port_rcv_data").read_text()) * WORD_BYTES,
         out_bytes=int((counters / "port_xmit_data").read_text()) * WORD_BYTES,
-        in_packets=_number(counters / "port_rcv_packets"),
-        out_packets=_number(counters / "port_xmit_packets"),
+        in_packets=number_of(counters / "port_rcv_packets"),
+        out_packets=number_of(counters / "port_xmit_packets"),
         troubles=_troubles(counters, _PORT_TROUBLES),
-        speed=_text(path / "rate"),
+        speed=text_of(path / "rate"),
         unit_bytes=WORD_BYTES,
-        network_device=_text(path / "gid_attrs" / "ndevs" / "0"),
+        network_device=text_of(path / "gid_attrs" / "ndevs" / "0"),
     )
 
 

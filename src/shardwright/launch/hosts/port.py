@@ -6,10 +6,10 @@ import errno
 import random
 import socket
 from dataclasses import dataclass
-from pathlib import Path
 
 from shardwright.common.system_errors import in_words, is_explained
 from shardwright.errors import LaunchError, UsageError
+from shardwright.launch.host.system_files import text_of
 
 _LOWEST = 10_000
 LOOPBACK = "127.0.0.1"
@@ -73,10 +73,7 @@ def refuse_without_loopback() -> None:
 
 
 def _candidates() -> range:
-    try:
-        low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    except OSError:
-        low, high = 32_768, 60_999
+    low, high = map(int, text_of("/proc/sys/net/ipv4/ip_local_port_range").split() or (32_768, 60_999))
     return range(_LOWEST, low) if low - _LOWEST >= 1000 else range(high + 1, 65_536) or range(_LOWEST, 65_536)
 
 

@@ -18,6 +18,7 @@ from shardwright.common.step_lines import STEPS_VARIABLE
 from shardwright.launch.host.processes import descendants, die_with_parent, kill_all
 from shardwright.launch.host.protocol import STREAMS, NotStarted, Start
 from shardwright.launch.host.stream import encode
+from shardwright.launch.host.system_files import number_of
 from shardwright.launch.hosts.gpus import cores_near
 
 UNKILLABLE_S = 30.0  # the kernel may need long to take back hundreds of gigabytes
@@ -223,11 +224,9 @@ def share(cores: Sequence[int], local_rank: int, ranks: int) -> list[int]:
 
 def in_order(cores: set[int]) -> list[int]:
     """Return the cores with those of one core, and of one package, side by side."""
-    return sorted(cores, key=lambda core: (_number(core, "physical_package_id"), _number(core, "core_id"), core))
 
+    def place(core: int) -> tuple[int, int, int]:
+        topology = _TOPOLOGY / f"cpu{core}" / "topology"
+        return number_of(topology / "physical_package_id"), number_of(topology / "core_id"), core
 
-def _number(core: int, name: str) -> int:
-    try:
-        return int((_TOPOLOGY / f"cpu{core}" / "topology" / name).read_text())
-    except (OSError, ValueError):
-        return 0
+    return sorted(cores, key=place)
