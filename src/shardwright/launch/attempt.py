@@ -33,53 +33,6 @@ class EndedAttempt:
     cause: str | None
 
 
-@dataclass(frozen=True)
-class RunReport:
-    """The file ``run.json``; ``hosts`` is the carrier's description, ``past`` are the attempts that have failed."""
-
-    folder: JobFolder
-    started: JobState
-    hosts: list[dict[str, Any]]
-    past: tuple[EndedAttempt, ...] = ()
-
-    def write(
-        self,
-        state: JobState | None = None,
-        judge: Judge | None = None,
-        clocks_ahead_s: Mapping[str, float] | None = None,
-        attempt: EndedAttempt | None = None,
-    ) -> None:
-        """Write the file, with the attempt that has ended if one has. Raises `OSError`.
-
-        ``clocks_ahead_s`` is how far each host's clock was ahead of the launcher's. Hosts and ranks are those of the
-        last attempt.
-        """
-        state = state or self.started
-        clocks = clocks_ahead_s or {}
-        replace_file(
-            self.folder.path / "run.json",
-            {
-                "job": self.folder.name,
-                "command": state.command,
-                "launcher": {
-                    "host": state.host,
-                    "python": sys.version.split()[0],
-                    "shardwright": __version__,
-                },
-                "status": state.status,
-                "exit_code": state.exit_code,
-                "started_s": state.started_s,
-                "ended_s": state.ended_s,
-                "restarts": state.restarts,
-                "attempts": [asdict(ended) for ended in (*self.past, *([attempt] if attempt else []))],
-                "hosts": [host | {"clock_ahead_s": clocks.get(host["name"], 0.0)} for host in self.hosts],
-                "stalls": sorted(path.name for path in self.folder.path.glob("stall-*.txt")),
-                "cause": judge.headline(judge.cause) if judge and judge.cause else None,
-                "ranks": [] if judge is None else _ranks(judge),
-            },
-        )
-
-
 def _ranks(judge: Judge) -> list[dict[str, Any]]:
     return [
         {
@@ -95,11 +48,7 @@ def _ranks(judge: Judge) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Attempt:
-    """The options, folder, console and state of one attempt at a job.
-
-    ``options`` tell how many ranks there are; ``past`` are the attempts at the same job that have failed; ``run_id``
-    marks its processes.
-    """
+    """One attempt at a job, whose processes ``run_id`` marks; ``past`` are those at the same job that have failed."""
 
     options: LaunchOptions
     folder: JobFolder
@@ -119,6 +68,32 @@ class Attempt:
         state = replace(self.state, restarts=len(past))
         return Attempt(options, self.folder, self.console, state, past, _run_id(self.folder))
 
+    def write_report(self, hosts: list[dict[str, Any]], state: JobState, end: AttemptEnd | None = None) -> None:
+        """Write ``run.json``, with the attempt's end if it has ended. Raises `OSError`.
+
+        ``hosts`` is the carrier's description; hosts and ranks in the file are those of the last attempt.
+        """
+        judge = end.judge if end else None
+        clocks = end.clocks_ahead_s if end else {}
+        replace_file(
+            self.folder.path / "run.json",
+            {
+                "job": self.folder.name,
+                "command": state.command,
+                "launcher": {"host": state.host, "python": sys.version.split()[0], "shardwright": __version__},
+                "status": state.status,
+                "exit_code": state.exit_code,
+                "started_s": state.started_s,
+                "ended_s": state.ended_s,
+                "restarts": state.restarts,
+                "attempts": [asdict(ended) for ended in (*self.past, *([end.kept] if end else []))],
+                "hosts": [host | {"clock_ahead_s": clocks.get(host["name"], 0.0)} for host in hosts],
+                "stalls": sorted(path.name for path in self.folder.path.glob("stall-*.txt")),
+                "cause": judge.headline(judge.cause) if judge and judge.cause else None,
+                "ranks": _ranks(judge) if judge else [],
+            },
+        )
+
     @property
     def first_line(self) -> str:
         """The line with which the logs of a restart begin, empty for the first attempt."""
@@ -134,16 +109,17 @@ def _run_id(folder: JobFolder) -> str:
 
 @dataclass(frozen=True)
 class AttemptEnd:
-    """The end of an attempt.
+    """The end of an attempt, with the carrier's description of its ``hosts``.
 
-    ``all_started_s`` and ``unsure_until_s`` are by the monotonic clock: until the latter ranks may still run on a host
-    that is lost. ``told_to_end`` is the signal by which somebody has ended the job.
+    ``clocks_ahead_s`` is how far each host's clock was ahead of the launcher's. ``all_started_s`` and
+    ``unsure_until_s`` are by the monotonic clock: until the latter ranks may still run on a host that is lost.
+    ``told_to_end`` is the signal by which somebody has ended the job.
     """
 
     attempt: Attempt
     outcome: Outcome
     judge: Judge
-    report: RunReport
+    hosts: list[dict[str, Any]]
     clocks_ahead_s: Mapping[str, float]
     all_started_s: float | None
     unsure_until_s: float
@@ -159,7 +135,7 @@ class AttemptEnd:
 
     @property
     def kept(self) -> EndedAttempt:
-        hosts = [str(host["name"]) for host in self.report.hosts]
+        hosts = [str(host["name"]) for host in self.hosts]
         ranks, began_s = self.attempt.options.ranks, self.attempt.began_s
         return EndedAttempt(began_s, self.ended_s, hosts, ranks, self.outcome.exit_code, self.outcome.cause)
 
@@ -172,7 +148,7 @@ class AttemptEnd:
         except OSError as error:
             console.say(f"the job's state cannot be written: {error}")
         try:
-            self.report.write(state, self.judge, self.clocks_ahead_s, self.kept)
+            self.attempt.write_report(self.hosts, state, self)
         except OSError as error:
             console.say(f"run.json cannot be written: {error}")
         folder.release()

@@ -6,13 +6,11 @@
       │    └─ rank 1 ...
       └─ connection to the supervisor of the next host ...
 
-No operator of torch and no import of it happens here. The exit code is that of the rank that failed first (128 + N for
-signal N), 0 where every rank returned 0, and 128 + N where the launcher was ended by signal N.
+The exit code is that of the rank that failed first (128 + N for signal N), 0 where every rank returned 0, and 128 + N
+where the launcher was ended by signal N.
 
-One `Launcher` is one attempt at one job, from its carrier's start to the last word of every supervisor. Connections to
-other hosts outlive it: who wants to run the job again there makes another `Launcher` with the same carrier. Whether a
-job that failed begins again is for who made the launcher (`restarts`), to whom the end of the attempt tells whether it
-may.
+One `Launcher` is one attempt at one job, from its carrier's start to the last word of every supervisor. Whether a job
+that failed begins again is for who made the launcher (`restarts`).
 """
 
 from __future__ import annotations
@@ -27,18 +25,10 @@ from collections.abc import Callable, Iterator, Mapping
 from shardwright.common.system_errors import in_words
 from shardwright.common.words import describe_ranks
 from shardwright.errors import LaunchError
-from shardwright.launch.attempt import Attempt, AttemptEnd, RunReport
+from shardwright.launch.attempt import Attempt, AttemptEnd
 from shardwright.launch.carriers.connection import Carrier, Connection, Connections
 from shardwright.launch.hangs.stall import HINT, STALLED_CODE, StallWatch
-from shardwright.launch.host import protocol
-from shardwright.launch.host.processes import (
-    ENDING_SIGNALS,
-    KILL_NOW,
-    PASSED_SIGNALS,
-    become_subreaper,
-    descendants,
-    woken_by,
-)
+from shardwright.launch.host import processes, protocol
 from shardwright.launch.joblog.judge import Judge, RankEnd, rank_end, signal_name, torchrun_end
 from shardwright.launch.joblog.logs import LiveFiles, RankLogs
 from shardwright.launch.progress.lines import current_task
@@ -88,8 +78,8 @@ class Launcher:
             self._note(lambda: folder.write_state(attempt.state))
             self._note(folder.reserve)
             connections = self.carrier.start(attempt.run_id, folder, attempt.first_line, options.shown)
-            self.report = RunReport(folder, attempt.state, self.carrier.describe_hosts(), attempt.past)
-            self._note(self.report.write)
+            self.hosts = self.carrier.describe_hosts()
+            self._note(lambda: attempt.write_report(self.hosts, attempt.state))
         except OSError as error:
             if logs is not None:
                 logs.close()
@@ -97,8 +87,8 @@ class Launcher:
                 folder.remove()
             raise LaunchError(f"job {folder.name} cannot be started: {in_words(error, folder.path)}") from None
         attempt.console.shown = options.shown
-        become_subreaper()  # if a supervisor of this host is killed, what it had adopted comes to us
-        self.not_ours = descendants(os.getpid(), without={c.process.pid for c in connections})
+        processes.become_subreaper()  # if a supervisor of this host is killed, what it had adopted comes to us
+        self.not_ours = processes.descendants(os.getpid(), without={c.process.pid for c in connections})
         self.connections = Connections(connections)
         self.judge = Judge(options.ranks, self.logs.stderr_tail, self.connections.hosts)
         self.connections.attach(self.selector, self._take_events)
@@ -139,17 +129,18 @@ class Launcher:
     @contextlib.contextmanager
     def _catch_signals(self) -> Iterator[None]:
         """Have signals end nothing for a while: they wake the loop, which takes them."""
-        with woken_by(dict.fromkeys((*ENDING_SIGNALS, *PASSED_SIGNALS, KILL_NOW), lambda *_: None)) as read:
+        signals = (*processes.ENDING_SIGNALS, *processes.PASSED_SIGNALS, processes.KILL_NOW)
+        with processes.woken_by(dict.fromkeys(signals, lambda *_: None)) as read:
             self.selector.register(read, selectors.EVENT_READ, lambda: self._take_signals(read))
             yield
 
     def _take_signals(self, fd: int) -> None:
         for signum in os.read(fd, 512):
-            if signum in PASSED_SIGNALS:
+            if signum in processes.PASSED_SIGNALS:
                 self.connections.order(protocol.Signal(signum))
-            elif signum in ENDING_SIGNALS:
+            elif signum in processes.ENDING_SIGNALS:
                 self._interrupt(signum)
-            elif signum == KILL_NOW:
+            elif signum == processes.KILL_NOW:
                 self._end_now("stop --now")
 
     def _end_now(self, why: str) -> None:
@@ -280,7 +271,8 @@ class Launcher:
 
     def _not_started(self, reason: str) -> None:
         self.judge.not_started = reason
-        self.connections.expect_nothing()
+        for connection in self.connections.all:
+            connection.over = True
 
     def _ended(self, connection: Connection, event: protocol.Ended) -> None:
         connection.over = True
@@ -326,10 +318,7 @@ class Launcher:
             self._fail(cause, cause.rank if cause.rank >= 0 else None, details)
 
     def _look_for_stall(self) -> None:
-        """Ask where the ranks are, once they have been quiet for too long; with the answers the job ends.
-
-        With ``--on-stall report`` it goes on.
-        """
+        """Ask where the ranks are, once they have been quiet for too long; with the answers the job may end."""
         if not self.judge.undecided:
             return
         if self.stall.should_hint():
@@ -377,7 +366,7 @@ class Launcher:
             if self.judge.cause is None:
                 self.say(reason)
         end = AttemptEnd(
-            self.attempt, self.judge.outcome(), self.judge, self.report, self.connections.clocks_ahead_s(),
+            self.attempt, self.judge.outcome(), self.judge, self.hosts, self.connections.clocks_ahead_s(),
             self.all_started_s, self.unsure_until_s,
         )  # fmt: skip
         if not end.may_restart:

@@ -28,17 +28,8 @@ from typing import NoReturn
 
 from shardwright.common.pulse import JOB_VARIABLE
 from shardwright.launch.carriers.packed import SUPERVISOR_BOOT
-from shardwright.launch.host import agent_protocol, protocol
+from shardwright.launch.host import agent_protocol, processes, protocol
 from shardwright.launch.host.folders import remove_folder
-from shardwright.launch.host.processes import (
-    ASK_LAUNCHER,
-    KILL_NOW,
-    become_subreaper,
-    descendants,
-    kill_all,
-    marked,
-    woken_by,
-)
 from shardwright.launch.host.stage import StagedFiles
 from shardwright.launch.host.stream import Decoder, Writer, encode, take_stdio
 from shardwright.launch.hosts import interfaces
@@ -99,8 +90,8 @@ class Agent:
         os._exit(code)
 
     def _kill_everything(self) -> None:
-        mark = self.environment.get(JOB_VARIABLE)
-        kill_all(lambda: descendants(os.getpid()) | (marked(mark) if mark else set()), _KILL_S)
+        mark = self.environment.get(JOB_VARIABLE, "")
+        processes.kill_all(lambda: processes.descendants(os.getpid()) | processes.marked(mark), _KILL_S)
 
     # --- to the launcher
 
@@ -110,8 +101,8 @@ class Agent:
     def pass_signals(self, fd: int) -> None:
         """Pass a request of this host to end the job on to the launcher."""
         for signum in os.read(fd, 512):
-            if signum in (ASK_LAUNCHER, KILL_NOW):
-                self.tell(protocol.EndRequested(signum == KILL_NOW))
+            if signum in (processes.ASK_LAUNCHER, processes.KILL_NOW):
+                self.tell(protocol.EndRequested(signum == processes.KILL_NOW))
 
     # --- from the launcher
 
@@ -335,11 +326,11 @@ class _SupervisorProcess:
 
 def main(packed: int) -> NoReturn:
     """Be the agent: this is the end of the first program that came over the line."""
-    become_subreaper()
+    processes.become_subreaper()
     orders, events = take_stdio()
     agent = Agent(packed, orders, events)
     for signum in (signal.SIGTERM, signal.SIGHUP):  # Slurm ends a step so: time to remove what would be left
         signal.signal(signum, lambda signum, _: agent.abandoned(128 + signum))
-    with woken_by(dict.fromkeys((ASK_LAUNCHER, KILL_NOW), lambda *_: None)) as read:
+    with processes.woken_by(dict.fromkeys((processes.ASK_LAUNCHER, processes.KILL_NOW), lambda *_: None)) as read:
         agent.selector.register(read, selectors.EVENT_READ, lambda: agent.pass_signals(read))
         agent.run()

@@ -25,10 +25,7 @@ def headline(hang: Hang) -> str:
 
 
 def group_lines(hang: Hang) -> list[str]:
-    """Return a line for each group of ranks, the largest first, and lines on the other ranks.
-
-    A group reads "7 ranks in all_reduce of step 41 (0-6)".
-    """
+    """Return a line for each group, "7 ranks in all_reduce of step 41 (0-6)", the largest first, and on others."""
     lines = []
     for text, ranks in hang.groups.items():
         if len(ranks) == 1:

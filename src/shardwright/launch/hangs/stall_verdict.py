@@ -33,10 +33,7 @@ _WRAPPERS = frozenset({"wrapper", "_wrapper", "inner", "_call_impl", "_wrapped_c
 
 @dataclass(frozen=True)
 class RankLocation:
-    """The location of a rank: ``text`` reads after "rank 3 is"; ranks with the same text are grouped.
-
-    ``where`` is the same without a stop.
-    """
+    """The location of a rank: ``text`` reads after "rank 3 is", ``where`` is the same without a stop."""
 
     kind: LocationKind
     text: str
@@ -186,8 +183,9 @@ class Hang:
             if not others:
                 continue
             if having == others[0][1]:
-                each = (f"{describe_ranks(_having(told, what))} {what[0]}" for what in dict.fromkeys(told.values()))
-                return f"in step {step} ranks did not begin the same collectives: {', '.join(each)}", ()
+                alike = {what: [rank for rank, each in told.items() if each == what] for what in told.values()}
+                each = ", ".join(f"{describe_ranks(ranks)} {what[0]}" for what, ranks in alike.items())
+                return f"in step {step} ranks did not begin the same collectives: {each}", ()
             odd = tuple(rank for rank, each in told.items() if each != most)
             counts = ", ".join(str(count) for count in sorted({told[rank][0] for rank in odd}))
             began = f"{describe_ranks(odd)}{self.on_host(odd)} began other collectives in step {step} than the rest"
@@ -285,15 +283,13 @@ class Hang:
 
     def _fewest_collectives(self) -> Ranks:
         """Return the ranks behind the others of their stage by count: on GPUs nobody is seen inside a collective."""
-        behind = (self._fewest_collectives_of(ranks) for ranks in self._by_stage(self.places))
-        return tuple(rank for ranks in behind for rank in ranks)
-
-    def _fewest_collectives_of(self, ranks: Ranks) -> Ranks:
-        pulses = {rank: self._pulse(rank) for rank in ranks}
-        counts = {rank: pulse.collectives for rank, pulse in pulses.items() if pulse is not None and pulse.collectives}
-        if len(counts) < len(pulses) or len(set(counts.values())) < 2:
-            return ()
-        return tuple(rank for rank, count in counts.items() if count == min(counts.values()))
+        behind: list[int] = []
+        for ranks in self._by_stage(self.places):
+            pulses = {rank: self._pulse(rank) for rank in ranks}
+            counts = {rank: p.collectives for rank, p in pulses.items() if p is not None and p.collectives}
+            if len(counts) == len(pulses) and len(set(counts.values())) > 1:
+                behind += [rank for rank, count in counts.items() if count == min(counts.values())]
+        return tuple(behind)
 
     def _is(self, ranks: Ranks) -> str:
         return f"{describe_ranks(ranks)}{self.on_host(ranks)} {'are' if len(ranks) > 1 else 'is'} {self._where(ranks)}"
@@ -301,10 +297,6 @@ class Hang:
     def _where(self, ranks: Ranks) -> str:
         texts = {self.places[rank].text for rank in ranks}
         return texts.pop() if len(texts) == 1 else f"in {len(texts)} places"
-
-
-def _having(told: Mapping[int, tuple[int, int]], what: tuple[int, int]) -> Ranks:
-    return tuple(rank for rank, each in told.items() if each == what)
 
 
 def _wait(ranks: Ranks) -> str:

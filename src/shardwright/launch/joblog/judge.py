@@ -93,10 +93,6 @@ class RankEnd:
         """Return what may be done about the error, where that is known."""
         return [text for pattern, text in _REMEDIES if pattern.search(b"\n".join(self.last_lines()))]
 
-    @property
-    def has_traceback(self) -> bool:
-        return _TRACEBACK in self.stderr_tail
-
     def cause(self) -> str:
         """Return the cause of the failure in one line, without the rank."""
         if self.of_torchrun is not None:
@@ -292,15 +288,11 @@ class Judge:
     def details(
         self, cause: RankEnd, log: Callable[[int, str], str], stdout_tail: Callable[[int], bytes] = lambda rank: b""
     ) -> list[str]:
-        """Return lines beside the headline.
-
-        They are the end of the traceback, or without one of all that was written, then who returned early, who failed
-        afterwards.
-        """
+        """Return lines beside the headline: the end of what was written, who returned early, who failed after."""
         lines = []
         if cause.rank >= 0:
             errors = cause.last_lines()
-            printed = [] if cause.has_traceback else end_of(stdout_tail(cause.rank), TRACEBACK_LINES)
+            printed = [] if _TRACEBACK in cause.stderr_tail else end_of(stdout_tail(cause.rank), TRACEBACK_LINES)
             for stream, said in (("stderr", errors), ("stdout", printed)):
                 if said or (stream == "stderr" and not printed):
                     lines += [f"    {line.decode(errors='replace')}" for line in said]
@@ -321,16 +313,14 @@ class Judge:
     def outcome(self) -> Outcome:
         """Return the outcome of the attempt, once no host has anything more to tell."""
         if self.cause is not None:
-            return Outcome(FAILED, self._exit_code(self.cause), self.headline(self.cause))
+            end = self.ends.get(self.cause.rank, self.cause)
+            code = (self.cause if end.signalled or end.code == 0 else end).exit_code
+            return Outcome(FAILED, code, self.headline(self.cause))
         if self.interrupted is not None:
             return Outcome(INTERRUPTED, 128 + self.interrupted)
         if self.not_started is not None:
             return Outcome(FAILED, 1, self.not_started)
         return Outcome(SUCCEEDED, 0)
-
-    def _exit_code(self, cause: RankEnd) -> int:
-        end = self.ends.get(cause.rank, cause)
-        return (cause if end.signalled or end.code == 0 else end).exit_code
 
 
 def rank_end(event: Exited, ahead_s: float, stderr_tail: bytes, host: str) -> RankEnd:

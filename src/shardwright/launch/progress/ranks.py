@@ -138,33 +138,6 @@ class LogTails:
                         self.lines.append((rank, text))
 
 
-class FolderRanks:
-    """All ranks of the job in ``folder``, with the positions up to which its files were read."""
-
-    def __init__(self, folder: JobFolder) -> None:
-        self._folder = folder
-        self._states, self._logs = RankStates(folder.path / RANKS_FILE), LogTails(folder)
-        self._steps: dict[int, RankSteps] = {}
-
-    def look(self) -> None:
-        self._states.look()
-        for rank in self._states.by_rank:
-            self._steps.setdefault(rank, RankSteps(self._folder, rank)).look()
-        self._logs.look(len(self._states.by_rank))
-
-    def seen(self) -> tuple[RankSnapshot, ...]:
-        return tuple(self._steps[rank].seen(state) for rank, state in self._states.by_rank.items())
-
-    @property
-    def plan(self) -> PlanReport | None:
-        """The expectation of the plan, which rank 0 reports."""
-        return self._steps[0].plan if 0 in self._steps else None
-
-    @property
-    def log(self) -> tuple[tuple[int, str], ...]:
-        return tuple(self._logs.lines)
-
-
 _SLOW = 1.2  # times what the others take for the same
 _LEAST_S = 0.001  # of a difference that counts
 _QUIET_S, _QUIET_STEPS = 20.0, 4
@@ -231,11 +204,18 @@ class WatchedJob:
 
     def __init__(self, folder: Path) -> None:
         self._folder = JobFolder(folder)
-        self._ranks = FolderRanks(self._folder)
+        self._states, self._logs = RankStates(folder / RANKS_FILE), LogTails(self._folder)
+        self._steps: dict[int, RankSteps] = {}
 
     def snapshot(self) -> Snapshot:
         state = self._folder.read_state()  # before the ranks: what those of a job that has ended told is all there
         if state is None:
             raise UsageError(f"{self._folder.path} has no job.json that can be read: it is no folder of a job")
-        self._ranks.look()
-        return Snapshot(self._folder.name, state, time.time(), self._ranks.seen(), self._ranks.plan, self._ranks.log)
+        self._states.look()
+        by_rank = self._states.by_rank
+        for rank in by_rank:
+            self._steps.setdefault(rank, RankSteps(self._folder, rank)).look()
+        self._logs.look(len(by_rank))
+        ranks = tuple(self._steps[rank].seen(at) for rank, at in by_rank.items())
+        plan = self._steps[0].plan if 0 in self._steps else None  # rank 0 reports it
+        return Snapshot(self._folder.name, state, time.time(), ranks, plan, tuple(self._logs.lines))

@@ -14,32 +14,15 @@ from shardwright.launch.host.processes import become_subreaper, die_with_parent
 from shardwright.launch.host.protocol import ORDERS, Order, Start
 from shardwright.launch.host.stream import Decoder, take_stdio
 from shardwright.launch.hosts.gpus import count_gpus
-from shardwright.launch.supervisor import zygote
-from shardwright.launch.supervisor.rank_start import (
-    STEPS,
-    RankProcess,
-    become_rank,
-    bind,
-    check_open_files,
-    error_file,
-    execute,
-    forget_this_package,
-    not_started,
-    open_pulses,
-    open_steps,
-    start_rank,
-    why_no_torch,
-)
+from shardwright.launch.supervisor import rank_start, zygote
+from shardwright.launch.supervisor.rank_start import RankProcess
 from shardwright.launch.supervisor.supervisor import Supervisor
 
 _CHUNK_BYTES = 1 << 16
 
 
 def _read_start(orders: int, decoder: Decoder[Start | Order]) -> Start:
-    """Return the launcher's first order.
-
-    Ends this process where the launcher ended before the kernel was asked to signal that.
-    """
+    """Return the launcher's first order; end where it ended before the kernel was asked to signal that."""
     poll = select.poll()
     poll.register(orders, 0)
     while data := os.read(orders, _CHUNK_BYTES):
@@ -58,7 +41,7 @@ def main() -> None:
     decoder: Decoder[Start | Order] = Decoder(Start, *ORDERS)
     orders, events = take_stdio()
     start = _read_start(orders, decoder)
-    pulses = open_pulses(start, events)
+    pulses = rank_start.open_pulses(start, events)
     if start.carrier:
         # From a zip file this would be compiled each time, and few jobs need it.
         from shardwright.launch.supervisor.mpirun_ranks import supervise
@@ -69,39 +52,41 @@ def main() -> None:
         try:
             zygote.preload(start.program, packed=start.packed)
         except BaseException:
-            not_started(events, why_no_torch(traceback.format_exc()))
+            rank_start.not_started(events, rank_start.why_no_torch(traceback.format_exc()))
     die_with_parent(0)
     ranks: dict[int, RankProcess] = {}
-    check_open_files(start, events)
-    steps, writing = open_steps(start)
+    rank_start.check_open_files(start, events)
+    steps, writing = rank_start.open_steps(start)
     private = [orders, events, *start.held, *(pulse.fd for pulse in pulses.values()), *steps.values(), *writing]
     supervisor = os.getpid()
     temporary = make_temporary(start.ranks.values())
     for rank, variables in start.ranks.items():
         try:
-            process, pipes = start_rank(private)
+            process, pipes = rank_start.start_rank(private)
         except OSError as error:
             if temporary is not None:
                 remove_folder(temporary)
-            not_started(events, f"rank {rank} of {len(start.ranks)} on this host could not be forked: {error}")
+            rank_start.not_started(
+                events, f"rank {rank} of {len(start.ranks)} on this host could not be forked: {error}"
+            )
         if process.pid == 0:
-            become_rank(supervisor, variables, pipes, [*private, *pipes.values()])
+            rank_start.become_rank(supervisor, variables, pipes, [*private, *pipes.values()])
             if start.bind:
-                bind(variables, count_gpus(os.environ))
+                rank_start.bind(variables, count_gpus(os.environ))
             program = start.program.for_rank(variables)
             if not preload:
-                execute(program.command_line())
+                rank_start.execute(program.command_line())
             if PULSE_VARIABLE in variables:
                 answer_with_stacks(variables[PULSE_VARIABLE])
             if start.packed:
-                forget_this_package()
+                rank_start.forget_this_package()
             return zygote.run(program)
         for fd in pipes.values():
             os.close(fd)
-        process.error_file = error_file(variables)
+        process.error_file = rank_start.error_file(variables)
         process.pulse = pulses.get(rank)
         if rank in steps:
-            process.pipes[STEPS] = steps[rank]
+            process.pipes[rank_start.STEPS] = steps[rank]
         ranks[rank] = process
     Supervisor(orders, events, decoder, ranks, start.lease_s, start.scratch, start.stall_s, temporary).run()
     sys.exit(0)

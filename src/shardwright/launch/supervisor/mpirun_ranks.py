@@ -30,15 +30,8 @@ from shardwright.common.pulse import PulseFile
 from shardwright.launch.host.processes import die_with_parent
 from shardwright.launch.host.protocol import STREAMS, CarrierOutput, Continued, Exited, Order, Start, Started, Stopped
 from shardwright.launch.host.stream import Decoder, encode
-from shardwright.launch.supervisor.rank_start import (
-    STEPS,
-    RankProcess,
-    check_open_files,
-    error_file,
-    execute,
-    not_started,
-    open_steps,
-)
+from shardwright.launch.supervisor import rank_start
+from shardwright.launch.supervisor.rank_start import RankProcess
 from shardwright.launch.supervisor.supervisor import Ending, Supervisor
 
 NEVER_STARTED = 0  # the pid of a rank that mpirun gave up, since another had failed
@@ -131,8 +124,8 @@ def supervise(
     start: Start, orders: int, events: int, decoder: Decoder[Start | Order], pulses: Mapping[int, PulseFile]
 ) -> NoReturn:
     """Start mpirun, wait until all ranks have started, and supervise them until the end."""
-    check_open_files(start, events)
-    steps, _ = open_steps(start)
+    rank_start.check_open_files(start, events)
+    steps, _ = rank_start.open_steps(start)
     reports = Reports()
     said = os.memfd_create("mpirun")
     pipes = {rank: {stream: os.pipe2(os.O_CLOEXEC) for stream in STREAMS} for rank in start.ranks}
@@ -154,17 +147,15 @@ def supervise(
     mpirun = _start([*start.carrier, sys.executable, "-I", "-S", "-c", boot], said)
     pids = _wait_for_ranks(len(start.ranks), mpirun, reports, orders, events, said)
     for fds in pipes.values():
-        for ours, _ in fds.values():
-            os.set_blocking(ours, False)
-    ranks = {
-        rank: RankProcess(
-            pids.get(rank, NEVER_STARTED),
-            {stream: fds[0] for stream, fds in pipes[rank].items()} | ({STEPS: steps[rank]} if rank in steps else {}),
-            error_file(variables),
-            pulses.get(rank),
-        )
-        for rank, variables in start.ranks.items()
-    }
+        for fd, _ in fds.values():
+            os.set_blocking(fd, False)
+    ranks = {}
+    for rank, variables in start.ranks.items():
+        ours = {stream: fds[0] for stream, fds in pipes[rank].items()}
+        if rank in steps:
+            ours[rank_start.STEPS] = steps[rank]
+        pid, error_file = pids.get(rank, NEVER_STARTED), rank_start.error_file(variables)
+        ranks[rank] = RankProcess(pid, ours, error_file, pulses.get(rank))
     die_with_parent(0)
     MpirunSupervisor(orders, events, decoder, ranks, mpirun, reports, said, start.stall_s).run()
     sys.exit(0)
@@ -180,15 +171,12 @@ def _start(command: list[str], said: int) -> int:
         os._exit(1)
     os.dup2(said, 1)
     os.dup2(said, 2)
-    execute(command)
+    rank_start.execute(command)
     os._exit(127)
 
 
 def _wait_for_ranks(ranks: int, mpirun: int, reports: Reports, orders: int, events: int, said: int) -> dict[int, int]:
-    """Wait for the process id of each rank.
-
-    Where mpirun ends before it has started them, what it said goes to the launcher.
-    """
+    """Wait for the process id of each rank; where mpirun ends before, the launcher is told what it said."""
     ended = os.pidfd_open(mpirun)
     poll = select.poll()
     for fd in (reports.fd, ended):
@@ -205,7 +193,7 @@ def _wait_for_ranks(ranks: int, mpirun: int, reports: Reports, orders: int, even
         if ended in ready and len(pids) < ranks:
             if not pids:
                 text = os.pread(said, _SAID_BYTES, 0).decode(errors="replace").strip()
-                not_started(events, f"mpirun ended before it had started {ranks} ranks\n{text}")
+                rank_start.not_started(events, f"mpirun ended before it had started {ranks} ranks\n{text}")
             break
     os.close(ended)
     return pids
@@ -249,7 +237,7 @@ def _become_rank(carrier: int, supervisor: Path, mine: dict[str, Any]) -> NoRetu
     for signum in _TAKEN:
         signal.signal(signum, signal.SIG_DFL)
     os.environ.update(mine["variables"])
-    execute(mine["command"])
+    rank_start.execute(mine["command"])
     os._exit(127)
 
 

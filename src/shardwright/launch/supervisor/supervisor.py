@@ -125,7 +125,8 @@ class Supervisor:
                     living = {rank: process for rank, process in self.ranks.items() if not process.ended}
                     self.progress.ask({r: Target(p.pid, p.pulse, p.stopped_by) for r, p in living.items()})
                 case protocol.Signal(signum):
-                    self._signal_ranks(signum)
+                    for process in self._living():
+                        send_signal(process.pid, signum)
                 case protocol.End(signum, grace_s):
                     self._end(signum, grace_s)
                 case protocol.Kill():
@@ -149,10 +150,7 @@ class Supervisor:
     # --- what the ranks write
 
     def _read_while_heard(self) -> None:
-        """Read what ranks write as long as the launcher takes it.
-
-        They wait only where that stands still, so that this process's memory stays bounded.
-        """
+        """Read what ranks write as long as the launcher takes it, so that memory stays bounded."""
         wanted = self.writer.waiting_bytes < _BACKLOG_BYTES
         if wanted == self.reading:
             return
@@ -236,10 +234,6 @@ class Supervisor:
 
     def _living(self) -> list[RankProcess]:
         return [process for process in self.ranks.values() if not process.ended]
-
-    def _signal_ranks(self, signum: int) -> None:
-        for process in self._living():
-            send_signal(process.pid, signum)
 
     def _end(self, signum: int, grace_s: float) -> None:
         """Signal the ranks, and the processes that they leave behind when they end; all have one deadline."""

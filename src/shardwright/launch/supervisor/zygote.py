@@ -72,10 +72,7 @@ def trains(program: Program) -> bool:
 
 
 def can_preload(program: Program) -> bool:
-    """Return whether ranks of the program can be forked.
-
-    A directory or an archive with a ``__main__`` is left to the interpreter, and so is what is not Python.
-    """
+    """Return whether ranks can be forked: not of folders or archives with a ``__main__``, or what is not Python."""
     if program.kind == "script":
         return os.path.isfile(program.arguments[0]) and not _is_archive(program.arguments[0])
     return program.kind == "module"
@@ -88,7 +85,8 @@ def _is_archive(path: str) -> bool:
 
 def run(program: Program) -> None:
     """In a forked rank: run the script or module as ``__main__``; the caller then returns to the interpreter."""
-    _reseed()
+    if numpy_random := sys.modules.get("numpy.random"):
+        numpy_random.seed()  # forks would share what it drew from the system; Python's own generator reseeds itself
     use_temporary(os.environ)
     sys.argv[:] = program.arguments
     sys.orig_argv[:] = program.command_line()  # what libraries read that start this script again
@@ -105,12 +103,6 @@ def run(program: Program) -> None:
             _write_error_file(error, time.time())
         _hide_our_frames(error)
         raise
-
-
-def _reseed() -> None:
-    """Seed numpy anew: forks would share what it drew from the system. Python's own generator reseeds itself."""
-    if numpy_random := sys.modules.get("numpy.random"):
-        numpy_random.seed()
 
 
 def _script(name: str, namespace: dict[str, Any]) -> CodeType:
@@ -158,10 +150,7 @@ def _hide_our_frames(error: BaseException) -> None:
 
 
 def _write_error_file(error: Exception, happened_s: float) -> None:
-    """Write the error in torchelastic's format, unless the script did: the launcher orders failures by its time.
-
-    The file is there whole or not at all, since others may fail meanwhile, and the launcher then reads it.
-    """
+    """Write the error in torchelastic's format, whole or not at all, unless the script did."""
     message = {
         "message": f"{type(error).__name__}: {error}",
         "extraInfo": {
