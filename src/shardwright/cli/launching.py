@@ -77,7 +77,6 @@ def _unknown(error: click.NoSuchOption, typed: Sequence[str]) -> click.NoSuchOpt
     "--grace",
     "grace_s",
     default=10.0,
-    show_default=True,
     metavar="SECONDS",
     help="Between asking ranks to end and kill.",
 )
@@ -117,7 +116,6 @@ def _unknown(error: click.NoSuchOption, typed: Sequence[str]) -> click.NoSuchOpt
 @click.option(
     "--collect-logs/--no-collect-logs",
     default=True,
-    show_default=True,
     help="Bring the logs of all hosts here as they are written, or leave each on the host of its rank.",
 )
 @click.option("--interface", metavar="NAME", help="The network interface of the first host by which ranks meet.")
@@ -125,7 +123,6 @@ def _unknown(error: click.NoSuchOption, typed: Sequence[str]) -> click.NoSuchOpt
     "--lease",
     "lease_s",
     default=10.0,
-    show_default=True,
     metavar="SECONDS",
     help="A host not heard from for so long is lost, and a host that does not hear of us ends its ranks.",
 )
@@ -140,14 +137,12 @@ def _unknown(error: click.NoSuchOption, typed: Sequence[str]) -> click.NoSuchOpt
     "--bind-to",
     type=click.Choice(["core", "none"]),
     default="core",
-    show_default=True,
     help="Give each rank its share of the cores, where they can be shared evenly and there are no GPUs.",
 )
 @click.option(
     "--max-restarts",
     type=int,
     default=0,
-    show_default=True,
     metavar="K",
     help="Start a job that failed again, so many times at most.",
 )
@@ -184,10 +179,10 @@ def launch(run: bool, to: str | None, print_sbatch: bool, image: str | None, **w
     The first rank that fails ends the job, and its exit code is the command's. Ctrl-C, TERM, HUP and QUIT are passed on
     and end the job after the grace; a second Ctrl-C kills it at once. USR1 and USR2 are passed on and end nothing.
     """
+    from shardwright.launch.options.carrier_facts import AS_ROOT, CARRIERS
     from shardwright.launch.options.launch_options import read_options
-    from shardwright.launch.options.other_options import notes_on_meaning, split_typed, translated
+    from shardwright.launch.options.other_options import TypedCommand, notes_on_meaning, translated
     from shardwright.launch.options.request import HostRequest, LaunchRequest, RestartOptions
-    from shardwright.launch.start import STARTS
     from shardwright.launch.start import launch as launch_job
 
     typed = click.get_current_context().meta[_WORDS]
@@ -197,7 +192,8 @@ def launch(run: bool, to: str | None, print_sbatch: bool, image: str | None, **w
         click.echo(f"shardwright: {line}", err=True)
     words["allocation"] = os.environ
     if said:
-        words = translated(said, words, split_typed(typed, words["command"]))
+        before = len(typed) - len(words["command"])  # the last are the program
+        words = translated(said, words, TypedCommand(typed[:before], typed[before:]))
     program, module = words.pop("program"), words.pop("module")
     restarts = RestartOptions.read(*(words.pop(word) for word in ("max_restarts", "elastic", "min_ranks")))
     of_hosts = {entry.name: words.pop(entry.name) for entry in fields(HostRequest) if entry.name in words}
@@ -207,9 +203,9 @@ def launch(run: bool, to: str | None, print_sbatch: bool, image: str | None, **w
         **words,
     )  # fmt: skip
     if to is not None or print_sbatch:
-        from shardwright.launch.manifests import PrintRequest, printed
+        from shardwright.launch.manifests import printed
 
-        text, notes = printed(to or "slurm", PrintRequest(typed, request, image))
+        text, notes = printed(to or "slurm", request, typed, image)
         for note in notes:
             click.echo(f"shardwright: {note}", err=True)
         click.echo(os.fsencode(text), nl=False)  # with file names that are not UTF-8 as they are
@@ -217,11 +213,11 @@ def launch(run: bool, to: str | None, print_sbatch: bool, image: str | None, **w
     if image is not None:
         raise click.UsageError("--image is for --print k8s")
     job = read_options(request)
-    if job.start_command is not None and job.start_command.note:
-        click.echo(f"shardwright: {job.start_command.note}", err=True)
-    commands = STARTS[job.carrier.name].commands
+    if AS_ROOT in job.start_command:
+        click.echo("shardwright: mpirun is told that it may run as root; it would rather not", err=True)
+    commands = job.carrier.commands
     if run and commands is None:
-        printing = " or ".join(f"--via {name}" for name, row in STARTS.items() if row.commands is not None)
+        printing = " or ".join(f"--via {name}" for name, row in CARRIERS.items() if row.commands is not None)
         raise click.UsageError(f"--run belongs to {printing}; without it jobs run anyway")
     if commands is None or run:
         sys.exit(launch_job(job))

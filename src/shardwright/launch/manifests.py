@@ -13,7 +13,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
 import yaml
@@ -89,10 +89,7 @@ _LONGEST_NAME = 50  # Kubernetes allows 63 for the name of a pod, which goes on 
 
 
 def manifest(request: LaunchRequest, image: str | None) -> tuple[str, list[str]]:
-    """Return the manifest, for ``kubectl apply``, and notes for the person. ``image`` is that of its containers.
-
-    Raises `UsageError` where a PyTorchJob cannot be what is asked for.
-    """
+    """Return the manifest, with this ``image``, and notes for the person. Raises `UsageError` for other jobs."""
     notes = [left_out(request, _PYTORCH_JOB, _BY_PYTORCH_JOB)]
     check_numbers(request)
     if request.grace_s == math.inf:
@@ -139,13 +136,10 @@ def _pods(request: LaunchRequest) -> tuple[int, int]:
     sizes = {len(ranks) for ranks in placement.ranks}
     if len(sizes) > 1:
         raise UsageError(
-            f"the pods of {_PYTORCH_JOB} are alike, but those of {hosts.to_list()} have {_listed(placement)} ranks"
+            f"the pods of {_PYTORCH_JOB} are alike, but those of {hosts.to_list()} have "
+            f"{' and '.join(str(len(ranks)) for ranks in placement.ranks)} ranks"
         )
     return len(placement.hosts), sizes.pop()
-
-
-def _listed(placement: Placement) -> str:
-    return " and ".join(str(len(ranks)) for ranks in placement.ranks)
 
 
 def _name(request: LaunchRequest) -> str:
@@ -220,10 +214,7 @@ _TELL = f'export {" ".join(f"{ours}=$OMPI_COMM_WORLD_{its}" for ours, its in _PL
 
 
 def mpirun_script(request: LaunchRequest) -> tuple[str, list[str]]:
-    """Return the script, for a shell of the first host, and notes for the person.
-
-    Raises `UsageError` where mpirun cannot run what is asked for.
-    """
+    """Return the script for the first host, and notes for the person. Raises `UsageError` for other jobs."""
     note = left_out(request, MPIRUN.name, _BY_MPIRUN)
     check_mca(request.mca)
     options = read_options(replace(request, mca=(), backend=None))
@@ -263,41 +254,33 @@ def _placed(options: LaunchOptions) -> tuple[str, int, int, str]:
     return ",".join(named), placement.size, max(counts), placement.hosts[0].name
 
 
-@dataclass(frozen=True)
-class PrintRequest:
-    """The ``words`` as they were typed, and the ``request`` that they make."""
-
-    words: Sequence[str]
-    request: LaunchRequest
-    image: str | None = None
-
-
-def _torchrun(asked: PrintRequest) -> tuple[str, list[str]]:
-    options = read_options(replace(asked.request, via=TORCHRUN.name))
+def _torchrun(request: LaunchRequest, _words: Sequence[str], _image: str | None) -> tuple[str, list[str]]:
+    options = read_options(replace(request, via=TORCHRUN.name))
     if options.stall_timeout_s is not None:
         TORCHRUN.refuse("--stall-timeout without --run")
     return command_lines(options), []
 
 
-PRINTED: Mapping[str, Callable[[PrintRequest], tuple[str, list[str]]]] = {
-    "k8s": lambda asked: manifest(asked.request, asked.image),
-    "slurm": lambda asked: (batch_script(asked.words, asked.request), []),
+PRINTED: Mapping[str, Callable[[LaunchRequest, Sequence[str], str | None], tuple[str, list[str]]]] = {
+    "k8s": lambda request, words, image: manifest(request, image),
+    "slurm": lambda request, words, image: (batch_script(words, request), []),
     "torchrun": _torchrun,
-    "mpirun": lambda asked: mpirun_script(asked.request),
+    "mpirun": lambda request, words, image: mpirun_script(request),
 }
-"""By name: the text, and lines that a person is to read beside it."""
+"""By name: the text, and lines that a person is to read beside it, of what `printed` takes."""
 _OWN_CARRIER = {"slurm": SRUN.name, "torchrun": TORCHRUN.name, "mpirun": "mpirun"}
 
 
-def printed(to: str, asked: PrintRequest) -> tuple[str, list[str]]:
+def printed(to: str, request: LaunchRequest, words: Sequence[str], image: str | None = None) -> tuple[str, list[str]]:
     """Return the text that runs the job elsewhere, and lines to read beside it.
+
+    ``words`` are those that were typed, which make the ``request``.
 
     Raises `UsageError` for options that it cannot serve.
     """
-    if asked.image is not None and to != "k8s":
-        raise UsageError(f"--image {asked.image} is for --print k8s; leave it out")
-    via = asked.request.via
+    if image is not None and to != "k8s":
+        raise UsageError(f"--image {image} is for --print k8s; leave it out")
+    via = request.via
     if via is not None and via != _OWN_CARRIER.get(to):
         raise UsageError(f"--print {to} and --via {via} are two ways to start the job; type one of them")
-    request = asked.request if to == "slurm" else replace(asked.request, via=None)
-    return PRINTED[to](replace(asked, request=request))
+    return PRINTED[to](request if to == "slurm" else replace(request, via=None), words, image)

@@ -51,10 +51,7 @@ class Task:
 
 
 class TaskDisplay:
-    """The tasks that are under way in a process; ``find_show`` returns the display, None for nowhere.
-
-    Tasks beside the main thread are not shown: the program goes on meanwhile.
-    """
+    """The tasks of the main thread that are under way; ``find_show`` returns the display, None for nowhere."""
 
     def __init__(self, find_show: Callable[[], Show | None], after_s: float = _AFTER_S) -> None:
         self._find_show, self._after_s = find_show, after_s

@@ -127,10 +127,7 @@ class _Attempts:
         return Attempt.first(options, self.folder, self.console)
 
     def _record(self, attempt: Attempt, carrier: Carrier) -> None:
-        """Write what `shardwright ps` shows.
-
-        What killed launchers have left there is cleared away, whether or not anybody asks.
-        """
+        """Write what `shardwright ps` shows, and clear away what killed launchers have left there."""
         with contextlib.suppress(UsageError):
             known_jobs()
         state, options = attempt.state, attempt.options
@@ -170,7 +167,7 @@ class _Attempts:
         self.at_once = self.at_once + 1 if soon else 0
         pause_s = min(LONGEST_PAUSE_S, PAUSE_S * 2.0 ** max(0, self.at_once - 1))
         unsure_s = failed.unsure_until_s - now_s
-        self.restarts = self.restarts.next()
+        self.restarts = replace(self.restarts, count=self.restarts.count + 1)
         hosts = ", ".join(failed.kept.hosts)
         cause = (failed.outcome.cause or "").splitlines()[0]
         wait = f"in {max(pause_s, unsure_s):.0f} s"
@@ -185,10 +182,7 @@ class _Attempts:
 
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[Wait]:
-    """Yield a function that waits for so many seconds; a signal that ends jobs raises `SystemExit` meanwhile.
-
-    Nothing runs that would need a grace, and a signal that is for ranks is lost.
-    """
+    """Yield a function that waits so many seconds; a signal that ends jobs raises `SystemExit` meanwhile."""
 
     def end(signum: int, _: FrameType | None) -> None:
         raise SystemExit(128 + (signal.SIGTERM if signum == KILL_NOW else signum))

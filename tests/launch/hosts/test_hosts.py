@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import shardwright.launch.hosts.hosts as hosts_module
 from shardwright.errors import UsageError, WorldError
-from shardwright.launch.hosts.hosts import MOST_SLOTS, Host, Hosts, expand_hosts, expand_tasks, is_this_host, own_slots
+from shardwright.launch.hosts.hosts import MOST_SLOTS, Host, Hosts, expand_hosts, expand_tasks, is_this_host
 
 names = st.one_of(st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,12}", fullmatch=True), st.ip_addresses().map(str))
 users = st.none() | st.from_regex(r"[a-z_][a-z0-9_.-]{0,8}", fullmatch=True)
@@ -153,19 +153,6 @@ def test_a_bad_list_is_named(text, message):
 def test_a_list_cannot_say_as_many_as_cpus():
     with pytest.raises(UsageError, match="-H cannot say that alice@a has as many slots as CPUs"):
         Hosts((Host("alice", 2), Host("a", None, "alice"))).to_list()
-
-
-def test_hosts_without_slots_are_asked_and_this_one_is_not():
-    asked = []
-
-    def ask(host):
-        asked.append(host.name)
-        return 64
-
-    hosts = Hosts((Host("a", None), Host("localhost", None), Host("b", 3)))
-    assert hosts.slots is None
-    assert [h.slots for h in hosts.with_slots(ask)] == [64, own_slots(), 3]
-    assert asked == ["a"]
 
 
 def test_this_host_by_name_and_address():

@@ -12,7 +12,7 @@ from shardwright.launch.hosts.interfaces import Address, choose, infiniband_port
 from shardwright.launch.hosts.placement import Placement
 from shardwright.launch.hosts.rank_table import RankTable, Server, TableDevice
 from shardwright.launch.options.carrier_facts import SSH, UNSAID, carrier_facts
-from shardwright.launch.options.request import HostRequest, PerHost, RemoteOptions, ThisHost, hosts_of_allocation
+from shardwright.launch.options.request import HostRequest, PerHost, RemoteOptions, hosts_of_allocation
 
 
 @pytest.mark.parametrize(
@@ -47,8 +47,8 @@ def test_ranks_by_table_keep_their_places():
 
 
 def test_where_a_job_runs():
-    assert HostRequest().read("2", None, UNSAID, "0") == ThisHost()
-    assert HostRequest(hosts="localhost:4").read("3", None, UNSAID, "0") == ThisHost(ranks=3)
+    assert HostRequest().read("2", None, UNSAID, "0") == 0
+    assert HostRequest(hosts="localhost:4").read("3", None, UNSAID, "0") == 3
     there = HostRequest(hosts="localhost:4", wdir=("/w",)).read(None, None, SSH, "all")
     assert there == RemoteOptions(Hosts.from_list("localhost:4"), wdir=PerHost("/w"), tee="all")
     for options, via, message in (

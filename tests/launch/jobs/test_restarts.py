@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -244,7 +245,7 @@ class Job:
             options, carrier = self.attempts(self.restarts, self.said.append)
         finally:
             assert all(carrier.closed for carrier in self.made if carrier.unusable)
-            self.restarts = self.restarts.next()
+            self.restarts = replace(self.restarts, count=self.restarts.count + 1)
         assert options.ranks == carrier.ranks
         placed = zip(carrier.placement.hosts, carrier.placement.ranks, strict=True)
         return {host.name: list(ranks) for host, ranks in placed}, options.shown

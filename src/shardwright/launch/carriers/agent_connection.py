@@ -48,10 +48,7 @@ A = TypeVar("A", bound=Answer)
 
 
 class AgentConnection(Connection):
-    """The line to an agent.
-
-    The process is ssh (or srun, with an ``environment`` of its own), or the agent itself, on this host.
-    """
+    """The line to an agent: by ssh or srun, with an ``environment`` of its own, or to one that was started here."""
 
     def __init__(
         self, host: Host, command: Sequence[str], sent: tuple[bytes, bytes], lease_s: float,
@@ -101,10 +98,7 @@ class AgentConnection(Connection):
         return answer
 
     def send_stream(self, pieces: Iterator[bytes]) -> None:
-        """Send encoded messages, which are taken one by one as the other end takes them.
-
-        Where they fail, ``stream_error`` says why. Until then nothing else goes between them but heartbeats.
-        """
+        """Send encoded messages as the other end takes them; where they fail, ``stream_error`` says why."""
         self._stream = pieces
         self.send(Heartbeat(time.time()))
 

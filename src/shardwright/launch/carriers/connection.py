@@ -166,11 +166,6 @@ class Connections:
         for connection in self.living:
             connection.abandon()
 
-    def expect_nothing(self) -> None:
-        """Mark all lines as over."""
-        for connection in self.all:
-            connection.over = True
-
     def leases(self) -> dict[str, float | None]:
         """Return the lease of each host that is still heard."""
         return {connection.name: connection.lease_s for connection in self.living}
@@ -224,7 +219,8 @@ def rank_variables(
         "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(local_size), "ROLE_WORLD_SIZE": str(size),
         "GROUP_RANK": str(group_rank), "GROUP_WORLD_SIZE": str(groups),
         "MASTER_ADDR": address, "MASTER_PORT": str(port),
-        **restarts.variables(), "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_RESTART_COUNT": str(restarts.count), "TORCHELASTIC_MAX_RESTARTS": str(restarts.limit),
+        "TORCHELASTIC_RUN_ID": run_id,
         "TORCHELASTIC_ERROR_FILE": os.fspath(error_file), FAILED_VARIABLE: os.fspath(failed_mark),
         SECRET_VARIABLE: hashlib.sha256(f"the store of {run_id}".encode()).hexdigest(),
     }  # fmt: skip

@@ -61,10 +61,7 @@ def _create(options, _):
 
 
 def sources(*places: str) -> dict[str, bytes]:
-    """Return what runs on other hosts, by its name in the zip file: what needs no packages, and these places.
-
-    The package itself has there what torch calls alone: what users get by importing it stays with those who do.
-    """
+    """Return what runs on other hosts, by its name in the zip file: what needs no packages, and these places."""
     files = {"__init__.py": _PACKAGE, **package.sources(*package.STANDARD_LIBRARY_ONLY, *places)}
     return {f"{package.FOLDER.name}/{name}": data for name, data in files.items()}
 

@@ -89,10 +89,7 @@ class SrunCarrier(SshCarrier):
 
 
 def batch_script(words: Sequence[str], request: LaunchRequest) -> str:
-    """Return a script for sbatch that runs `shardwright launch` with ``words`` through srun in this folder.
-
-    ``request`` is what the words say. Without hosts and ranks in it a person is to tell sbatch how many.
-    """
+    """Return a script for sbatch that runs `shardwright launch` with ``words``, which make the ``request``, here."""
     if not request.arguments:
         raise UsageError("nothing to launch; type --print slurm -n 8 train.py ARGS")
     check_numbers(request)

@@ -59,10 +59,7 @@ _SSH = (
 
 
 def login_command(host: Host, python: str, connect_timeout_s: float, batch: bool = True) -> list[str]:
-    """Return the command that starts an interpreter on a host by ssh, which then runs what is sent to it.
-
-    Without ``batch`` ssh may ask the person at the terminal.
-    """
+    """Return the ssh command that starts an interpreter; without ``batch`` ssh may ask the person at the terminal."""
     words = ["BatchMode=no" if word == "BatchMode=yes" and not batch else word for word in _SSH]
     user = ["-l", host.user] if host.user else []
     timeout = ["-o", f"ConnectTimeout={max(1, round(connect_timeout_s))}"]
@@ -93,18 +90,14 @@ class SshCarrier(Carrier):
     # --- what is checked before anything starts
 
     def prepare(self) -> None:
-        """Connect to the hosts, check them and place the ranks.
-
-        Raises `LaunchError` with all that is in the way, `UsageError` for -n.
-        """
+        """Connect, check and place the ranks. Raises `LaunchError` with all that is in the way, `UsageError` for -n."""
         hosts = self._hosts_needed()
         with ThreadPoolExecutor(32) as pool:  # a name that nobody knows can take seconds
             self._here = dict(zip(hosts, pool.map(self.is_here, hosts), strict=True))
         for host in hosts:
             try:
                 command, environment = self.command(host), self.client_environment()
-                sent = self.pack_for(host)
-                connection = AgentConnection(host, command, sent, self.remote.lease_s, environment)
+                connection = AgentConnection(host, command, self._packed, self.remote.lease_s, environment)
             except OSError as error:
                 raise LaunchError(
                     f"{self.client} to {host.name} cannot be started here: {error}; is there an {self.client} on the "
@@ -170,13 +163,12 @@ class SshCarrier(Carrier):
             return [python, "-c", BOOT]
         return login_command(host, python, self.remote.connect_timeout_s)
 
-    def pack_for(self, host: Host) -> tuple[bytes, bytes]:
-        """Return the bytes that are sent to the host, and the line after which its answers begin."""
-        return self._packed
-
     @cached_property
     def _packed(self) -> tuple[bytes, bytes]:
-        """Return what is sent to every host. Cached: the package's sources do not change while a process runs them."""
+        """Return what is sent to every host, and the line after which its answers begin.
+
+        Cached: the package's sources do not change while a process runs them.
+        """
         return pack(sources())
 
     def _hosts_needed(self) -> Hosts:
@@ -207,10 +199,7 @@ class SshCarrier(Carrier):
         return [c for c in self.connections if c.has(answer) and c.exit_code is None]
 
     def _wait(self, selector: selectors.BaseSelector, answer: type[Answer], timeout_s: float) -> None:
-        """Wait until each host that still can has answered, or the time is over.
-
-        The time of a host to which much is sent begins anew whenever it is heard.
-        """
+        """Wait until all that still can have answered, or time is over, which begins anew for who is sent much."""
         began_s = time.monotonic()
         asked = [c for c in self.connections if answer is Hello or c.has(Hello)]
         with waiting_for("reaching hosts") as work:

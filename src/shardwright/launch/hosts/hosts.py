@@ -17,7 +17,7 @@ import os
 import re
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -93,17 +93,6 @@ class Hosts:
         """The slots of all hosts together; None where a host's number is not known yet."""
         counts = [host.slots for host in self]
         return None if None in counts else sum(count for count in counts if count is not None)
-
-    def with_slots(self, ask: Callable[[Host], int]) -> Hosts:
-        """Return the hosts, with ``ask(host)`` slots for each whose number nobody said; this host is not asked."""
-        return Hosts(
-            tuple(
-                host
-                if host.slots is not None
-                else replace(host, slots=own_slots() if is_this_host(host.name) else ask(host))
-                for host in self
-            )
-        )
 
     @classmethod
     def from_list(cls, text: str, source: str = "-H") -> Hosts:

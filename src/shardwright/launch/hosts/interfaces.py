@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwright.errors import LaunchError
+from shardwright.launch.host.system_files import number_of, text_of
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
 _REACH_S = 3.0
@@ -49,19 +50,15 @@ def ipv4_addresses() -> dict[str, str]:
 def own_addresses() -> list[Address]:
     """Return the addresses of all interfaces but the loopback: IPv4, and IPv6 of global scope."""
     addresses = [Address(name, address, _speed(name)) for name, address in ipv4_addresses().items()]
-    with contextlib.suppress(OSError):  # no IPv6
-        for line in Path("/proc/net/if_inet6").read_text().splitlines():
-            digits, _, _, scope, _, name = line.split()
-            if scope == _GLOBAL_SCOPE:
-                addresses.append(Address(name, str(ipaddress.IPv6Address(int(digits, 16))), _speed(name)))
+    for line in text_of("/proc/net/if_inet6").splitlines():
+        digits, _, _, scope, _, name = line.split()
+        if scope == _GLOBAL_SCOPE:
+            addresses.append(Address(name, str(ipaddress.IPv6Address(int(digits, 16))), _speed(name)))
     return [address for address in addresses if not ipaddress.ip_address(address.address).is_loopback]
 
 
 def _speed(interface: str) -> int:
-    try:
-        return max(0, int(Path(f"/sys/class/net/{interface}/speed").read_text()))
-    except (OSError, ValueError):
-        return 0
+    return number_of(f"/sys/class/net/{interface}/speed")
 
 
 def own_loopback() -> str | None:
@@ -73,10 +70,8 @@ def infiniband_ports(sysfs: Path = Path("/sys")) -> list[str]:
     """Return the ports that are up, as NCCL names them; those over Ethernet count where there is no real one."""
     ports: dict[str, list[str]] = {}
     for path in sorted(sysfs.glob("class/infiniband/*/ports/*")):
-        with contextlib.suppress(OSError):
-            if "ACTIVE" in (path / "state").read_text():
-                kind = (path / "link_layer").read_text().strip()
-                ports.setdefault(kind, []).append(f"{path.parents[1].name}:{path.name}")
+        if "ACTIVE" in text_of(path / "state"):
+            ports.setdefault(text_of(path / "link_layer"), []).append(f"{path.parents[1].name}:{path.name}")
     return ports.get("InfiniBand") or ports.get("Ethernet") or []
 
 
@@ -171,23 +166,10 @@ def wrong_names(
 
 
 def _names_one(variable: str, value: str, known: Collection[str]) -> bool:
-    """Return whether a value names a device by NCCL's rules; gloo takes whole names.
-
-    Names are prefixes, unless ``=`` stands first; ``^`` leaves out.
-    """
+    """Return whether NCCL would find the device: by a prefix, unless = is first; ^ leaves out; gloo by whole names."""
     gloo = variable.startswith("GLOO")
     if value.startswith("^") and not gloo:
         return True
     exact = gloo or value.startswith("=")
     words = [word.partition(":")[0] for word in (value if gloo else value.lstrip("=")).split(",")]
     return any(device == word or (not exact and device.startswith(word)) for word in words for device in known)
-
-
-def own_interfaces() -> list[str]:
-    """Return the names of the network interfaces of this host, sorted."""
-    return sorted(name for _, name in socket.if_nameindex())
-
-
-def own_adapters(sysfs: Path = Path("/sys")) -> list[str]:
-    """Return the names of the InfiniBand adapters of this host, sorted."""
-    return sorted(path.name for path in sysfs.glob("class/infiniband/*"))

@@ -133,10 +133,7 @@ class RankTable:
 
     @classmethod
     def from_hosts(cls, hosts: Hosts) -> RankTable:
-        """Return the table with ranks in the order of the hosts; without devices as many as slots, from 0 on.
-
-        Raises `UsageError` for a host whose slots nobody said.
-        """
+        """Return the table in the order of the hosts. Raises `UsageError` for one without devices or slots."""
         servers, rank = [], 0
         for host in hosts:
             if host.slots is None:
@@ -154,10 +151,7 @@ class RankTable:
 
 
 def parse_rank_table(text: str) -> tuple[RankTable, tuple[str, ...], tuple[str, ...]]:
-    """Return the table, all faults in how it is written, and what HCCL would miss in it and launching does not.
-
-    Where there is a fault, the table has what could be read, no more.
-    """
+    """Return the table, as far as it could be read, all faults in it, and what HCCL would miss, but not we."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:

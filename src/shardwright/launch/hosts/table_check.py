@@ -124,11 +124,7 @@ def check_rank_table(path: Path, product: str | None = None) -> Checked:
 
 
 def read_rank_table(path: Path, product: str | None = None) -> RankTable:
-    """Return the table of a file, where `check_rank_table` finds nothing wrong with it.
-
-    Raises:
-        UsageError: names the file and the first thing that is wrong with it.
-    """
+    """Return the table of a file. Raises `UsageError` for the first thing that is wrong with it."""
     return check_rank_table(path, product).required()
 
 

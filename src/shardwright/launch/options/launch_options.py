@@ -12,15 +12,8 @@ from typing import TYPE_CHECKING
 from shardwright.errors import UsageError
 from shardwright.launch.host.program import Program, check_program
 from shardwright.launch.hosts.gpus import count_gpus
-from shardwright.launch.options.carrier_facts import (
-    CARRIERS,
-    LOCAL,
-    CarrierFacts,
-    StartCommand,
-    carrier_facts,
-    check_mca,
-)
-from shardwright.launch.options.request import NO_RESTARTS, LaunchRequest, RemoteOptions, RestartOptions, ThisHost
+from shardwright.launch.options.carrier_facts import CARRIERS, LOCAL, CarrierFacts, carrier_facts, check_mca
+from shardwright.launch.options.request import NO_RESTARTS, LaunchRequest, RemoteOptions, RestartOptions, read_count
 from shardwright.launch.options.save_graphs import VARIABLE, SaveGraphs
 from shardwright.launch.options.variables import (
     read_backend,
@@ -58,7 +51,7 @@ class LaunchOptions:
     detach: bool = False
     rank_environments: dict[int, dict[str, str]] = field(default_factory=dict)
     carrier: CarrierFacts = LOCAL
-    start_command: StartCommand | None = None
+    start_command: tuple[str, ...] = ()
     remote: RemoteOptions | None = None
     bind: bool = True
     restarts: RestartOptions = NO_RESTARTS
@@ -79,22 +72,26 @@ def read_options(request: LaunchRequest) -> LaunchOptions:
     variables = read_variables(for_all, os.environ)
     own_variables = {host: read_variables(words, os.environ) for host, words in by_host.items()}
     table = read_table(request, variables)
-    place = _read_place(request, chosen, table, own_variables)
-    remote = place if isinstance(place, RemoteOptions) else None
-    by_rank = _table_variables(request, table)
+    tee = request.tee or ("none" if request.detach else "0")
+    place = request.where.read(request.ranks, table, chosen, tee, own_variables)
+    remote = None if isinstance(place, int) else _with_stage(place, request)
+    table_path = Path(request.rank_table or "")
+    by_rank = {} if table is None else {rank: table.variables(rank, table_path) for rank in table.placed}
     _check_mca(request.mca, chosen, remote is not None)
     environment = variables | _read_environment(request, chosen, variables, {} if remote is not None else by_rank)
     whole = os.environ | environment
     program = _read_program(request, remote, whole)
-    ranks = 0 if isinstance(place, RemoteOptions) else _ranks_here(request, place, table, whole)
+    ranks = 0
+    if isinstance(place, int):
+        ranks = table.size if table is not None else place or read_ranks(request.ranks, whole)
     if remote is None and (wrong := wrong_on_this_host(whole, among_hosts=False)):
         raise UsageError("\n".join(wrong))
     request.restarts.check(None if remote is not None else ranks, by_table=table is not None, carrier=chosen)
     check_numbers(request)
-    start_command = None if chosen.start_command is None else chosen.start_command(ranks, request.mca, whole)
+    start_command = () if chosen.start_command is None else chosen.start_command(ranks, request.mca, whole)
     return LaunchOptions(
-        program=program, ranks=ranks, preload=request.preload and start_command is None,
-        shown=frozenset() if remote is not None else read_tee(_tee(request), ranks),
+        program=program, ranks=ranks, preload=request.preload and not start_command,
+        shown=frozenset() if remote is not None else read_tee(tee, ranks),
         job=request.job, log_dir=Path(request.log_dir), port=request.port, environment=environment,
         grace_s=request.grace_s, detach=request.detach, rank_environments=by_rank,
         carrier=chosen.settled(remote is not None), start_command=start_command, remote=remote,
@@ -103,27 +100,11 @@ def read_options(request: LaunchRequest) -> LaunchOptions:
     )  # fmt: skip
 
 
-def _tee(request: LaunchRequest) -> str:
-    return request.tee or ("none" if request.detach else "0")
-
-
-def _read_place(
-    request: LaunchRequest, carrier: CarrierFacts, table: RankTable | None, variables: Mapping[str, dict[str, str]]
-) -> RemoteOptions | ThisHost:
-    """Return the hosts of the job, with what is copied to them. ``variables`` are those of single hosts."""
-    where = request.where
-    place = where.read(request.ranks, table, carrier, _tee(request), variables)
-    if isinstance(place, ThisHost):
-        return place
+def _with_stage(remote: RemoteOptions, request: LaunchRequest) -> RemoteOptions:
+    """Return the hosts of the job with what is copied to them."""
     from shardwright.launch.host.stage import Stage
 
-    return replace(place, stage=Stage.read(where.stage, where.keep_stage, Path(request.log_dir)))
-
-
-def _table_variables(request: LaunchRequest, table: RankTable | None) -> dict[int, dict[str, str]]:
-    if table is None or request.rank_table is None:
-        return {}
-    return {rank: table.variables(rank, Path(request.rank_table)) for rank in table.placed}
+    return replace(remote, stage=Stage.read(request.where.stage, request.where.keep_stage, Path(request.log_dir)))
 
 
 def _read_environment(
@@ -167,14 +148,6 @@ def _is_there(request: LaunchRequest, remote: RemoteOptions) -> bool:
     return bool(remote.wdir) or remote.stage is not None or (path and not os.path.exists(name))
 
 
-def _ranks_here(
-    request: LaunchRequest, place: ThisHost, table: RankTable | None, environment: Mapping[str, str]
-) -> int:
-    if table is not None:
-        return table.size
-    return place.ranks or read_ranks(request.ranks, environment)
-
-
 def check_numbers(request: LaunchRequest) -> None:
     """Raise `UsageError` for a port or a time that is none."""
     port, grace_s, stall_timeout_s = request.port, request.grace_s, request.stall_timeout_s
@@ -193,11 +166,7 @@ def check_numbers(request: LaunchRequest) -> None:
 
 def read_ranks(text: str | None, environment: Mapping[str, str]) -> int:
     """Return the number of ``-n``; without it, or with ``auto``, one rank per visible GPU, and one without GPUs."""
-    if text is None or text == "auto":
-        return max(1, count_gpus(environment))
-    if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) == 0:
-        raise UsageError(f"-n {text} is no number of ranks; type a whole number from 1 on, or -n auto for one per GPU")
-    return int(text)
+    return read_count(text, "-n auto for one per GPU") or max(1, count_gpus(environment))
 
 
 def read_tee(text: str, ranks: int) -> frozenset[int]:

@@ -165,8 +165,8 @@ _HERE = ("localhost", "127.0.0.1", "::1")
 class TypedCommand:
     """The command as it was typed: the words before the program, and the program with its own."""
 
-    options: tuple[str, ...]
-    program: tuple[str, ...]
+    options: Sequence[str]
+    program: Sequence[str]
 
     def without_others(self) -> list[str]:
         """Return our own options."""
@@ -218,10 +218,7 @@ def _named(words: Mapping[str, Any]) -> Hosts | None:
 
 
 def _parts(said: Mapping[OtherOption, str]) -> Iterator[tuple[JobField, tuple[str, str]]]:
-    """Yield each field of the job that options of others set, with its value and option.
-
-    Raises `UsageError` for two values.
-    """
+    """Yield each field of the job that is set, with its value and option. Raises `UsageError` for two values."""
     parts: dict[JobField, tuple[str, str]] = {}
     for option, value in said.items():
         if option.part is None:
@@ -336,9 +333,3 @@ class _JobFields:
                 raise UsageError(f"{self._said('ranks of a host')}, but {host.name} has {host.slots} slots")
         each = Hosts(tuple(replace(host, slots=self.per_host) for host in hosts))
         return found | {"hosts": each.to_list(), "hostfile": None}
-
-
-def split_typed(words: Sequence[str], program: Sequence[str]) -> TypedCommand:
-    """Return the words of a command line, of which the last are the program."""
-    begin = len(words) - len(program)
-    return TypedCommand(tuple(words[:begin]), tuple(words[begin:]))

@@ -49,9 +49,6 @@ class RestartOptions:
     def left(self) -> int:
         return self.limit - self.count
 
-    def next(self) -> RestartOptions:
-        return replace(self, count=self.count + 1)
-
     def check(self, ranks: int | None, *, by_table: bool = False, carrier: CarrierFacts = UNSAID) -> None:
         """Raise `UsageError` where the job, of so many ranks where they are known, cannot become smaller."""
         if self.elastic and by_table:
@@ -67,10 +64,6 @@ class RestartOptions:
                 f"from 1 to {ranks}"
             )
 
-    def variables(self) -> dict[str, str]:
-        """Return torchelastic's variables, by which a script may know."""
-        return {"TORCHELASTIC_RESTART_COUNT": str(self.count), "TORCHELASTIC_MAX_RESTARTS": str(self.limit)}
-
 
 NO_RESTARTS = RestartOptions()
 """The options of a job that ends when it fails."""
@@ -82,10 +75,7 @@ _SHORTEST_LEASE_S = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class HostSettings:
-    """The settings of all hosts. ``lease_s`` is the silence after which each side gives the other up.
-
-    Without ``collect_logs`` the logs stay on the hosts of their ranks.
-    """
+    """The settings of all hosts; after ``lease_s`` of silence each side gives the other up."""
 
     oversubscribe: bool = False
     interface: str | None = None
@@ -148,13 +138,6 @@ class RemoteOptions(HostSettings):
 
 
 @dataclass(frozen=True)
-class ThisHost:
-    """The host of a job without agents, with the number of ``ranks`` where its slots were named."""
-
-    ranks: int | None = None
-
-
-@dataclass(frozen=True)
 class HostRequest(HostSettings):
     """The words that name hosts and say what differs there, as typed.
 
@@ -173,8 +156,10 @@ class HostRequest(HostSettings):
     def read(
         self, ranks: str | None, table: RankTable | None, carrier: CarrierFacts, tee: str,
         variables: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
-    ) -> RemoteOptions | ThisHost:  # fmt: skip
-        """Return the hosts of the job. ``variables`` are those that ``-x HOST:NAME=value`` gives to single hosts.
+    ) -> RemoteOptions | int:  # fmt: skip
+        """Return the hosts of the job; for one on this host alone its ranks by the slots that were named, 0 without.
+
+        ``variables`` are those that ``-x HOST:NAME=value`` gives to single hosts.
 
         Raises `UsageError` for words that contradict each other.
         """
@@ -183,16 +168,18 @@ class HostRequest(HostSettings):
                 f"--via {carrier.name} starts ranks in an allocation of Slurm, and this is none; type `salloc -N 2 "
                 f"shardwright launch --via {carrier.name} ...`, or add --print slurm for a script to hand to sbatch"
             )
-        hosts, source = self._hosts(table, carrier)
+        hosts, source = self.named(table)
+        if hosts is None:
+            hosts, source = hosts_of_allocation(self.allocation, asked=carrier.in_allocation), "Slurm's allocation"
         self._check_times()
         if hosts is None or not _needs_agents(hosts, table, carrier):
             self._refuse_without_hosts(carrier, variables)
             if hosts is None or table is not None:
-                return ThisHost()
+                return 0
             from shardwright.launch.hosts.placement import Placement
 
-            here = hosts.with_slots(lambda _: own_slots())
-            return ThisHost(Placement.by_slots(here, read_count(ranks), self.oversubscribe).size)
+            here = (host if host.slots is not None else replace(host, slots=own_slots()) for host in hosts)
+            return Placement.by_slots(Hosts(tuple(here)), read_count(ranks), self.oversubscribe).size
         if not carrier.on_hosts:
             raise UsageError(
                 f"--via {carrier.name} starts ranks on this host alone, but {source} names {hosts}; type --via ssh"
@@ -219,20 +206,11 @@ class HostRequest(HostSettings):
         if not self.connect_timeout_s >= 1:
             raise UsageError(f"--connect-timeout {self.connect_timeout_s:g} is too short; type at least 1 second")
 
-    def _hosts(self, table: RankTable | None, carrier: CarrierFacts) -> tuple[Hosts | None, str]:
-        if (named := self.named(table))[0] is not None:
-            return named
-        return hosts_of_allocation(self.allocation, asked=carrier.in_allocation), "Slurm's allocation"
-
     def named(self, table: RankTable | None) -> tuple[Hosts | None, str]:
         """Return the hosts that words of the command line name, and which words."""
-        named = [
-            (name, value)
-            for name, value in (("-H", self.hosts), ("--hostfile", self.hostfile), ("--rank-table", table))
-            if value is not None
-        ]
-        if len(named) > 1:
-            raise UsageError(f"{' and '.join(name for name, _ in named)} both name hosts; type one of them")
+        words = {"-H": self.hosts, "--hostfile": self.hostfile, "--rank-table": table}
+        if len(named := [name for name, value in words.items() if value is not None]) > 1:
+            raise UsageError(f"{' and '.join(named)} both name hosts; type one of them")
         if self.hosts is not None:
             return Hosts.from_list(self.hosts), "-H"
         if self.hostfile is not None:
@@ -298,12 +276,12 @@ def hosts_of_allocation(environment: Mapping[str, str], asked: bool = False) -> 
     return hosts if len(hosts) > 1 or asked else None
 
 
-def read_count(ranks: str | None) -> int | None:
-    """Return the number of ``-n`` where hosts have slots: None for all of them."""
+def read_count(ranks: str | None, otherwise: str = "leave it out") -> int | None:
+    """Return the number of ``-n``, None for as many as there is room for; ``otherwise`` is what else may be typed."""
     if ranks in (None, "auto"):
         return None
     if not re.fullmatch(r"[0-9]{1,6}", ranks) or int(ranks) == 0:
-        raise UsageError(f"-n {ranks} is no number of ranks; type a whole number from 1 on, or leave it out")
+        raise UsageError(f"-n {ranks} is no number of ranks; type a whole number from 1 on, or {otherwise}")
     return int(ranks)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from shardwright.common.pulse import PULSE_VARIABLE
 from shardwright.common.step_lines import STEPS_VARIABLE, TELLS_VARIABLE
@@ -11,7 +13,7 @@ from shardwright.errors import UsageError
 from shardwright.launch.host.folders import TEMPORARY_VARIABLE
 from shardwright.launch.hosts.environment import SECRET_VARIABLE
 from shardwright.launch.hosts.gpus import count_gpus
-from shardwright.launch.hosts.interfaces import own_adapters, own_interfaces, wrong_names
+from shardwright.launch.hosts.interfaces import wrong_names
 from shardwright.launch.options.carrier_facts import CarrierFacts, carrier_of_backend
 
 NCCL = "nccl"
@@ -101,11 +103,12 @@ def wrong_on_this_host(environment: Mapping[str, str], among_hosts: bool) -> lis
     Within one host without GPUs nobody reads what is meant for NCCL. Between hosts it is looked at in any case.
     """
     gpus = count_gpus(environment)
-    wrong = wrong_names(environment, own_interfaces(), own_adapters())
+    interfaces = sorted(name for _, name in socket.if_nameindex())
+    adapters = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
     lines = [
         f"{name}={environment[name]} names none of its devices, which are {', '.join(known) or 'none'}; leave it out, "
         f"or set one of those{f' by -x HOST:{name}=VALUE' if among_hosts else ''}"
-        for name, known in wrong.items()
+        for name, known in wrong_names(environment, interfaces, adapters).items()
         if among_hosts or gpus or not name.startswith("NCCL")
     ]
     if environment.get(BACKEND_VARIABLE) == NCCL and not gpus:
