@@ -176,7 +176,10 @@ def from_hostfile(path: Path, product: str | None = None) -> tuple[RankTable, li
 
 
 def write(text: str, out: str | None, name: str, force: bool) -> Path:
-    """Write a text whole to ``out``, or as ``name`` in that folder. Raises `UsageError`, also for another file."""
+    """Write a text whole or not at all, to ``out``, or under ``name`` in the folder ``out`` or the current one.
+
+    Raises `UsageError` where another file is there already, unless ``force``, or it cannot be written.
+    """
     path = Path(out) if out is not None else Path(name)
     if path.is_dir():
         path = path / name

@@ -23,7 +23,10 @@ _MOST_STILL_S = 60.0  # without a byte, in the end; a hung file system never tak
 
 
 class _WriterThread:
-    """One file descriptor, shared with other programs, for which it must go on blocking, and the thread that writes."""
+    """One file descriptor and the thread that writes to it.
+
+    A thread waits, since the descriptor is shared with other programs, for which it must go on blocking.
+    """
 
     def __init__(self, fd: int) -> None:
         self.fd = fd

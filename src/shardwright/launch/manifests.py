@@ -89,7 +89,7 @@ _LONGEST_NAME = 50  # Kubernetes allows 63 for the name of a pod, which goes on 
 
 
 def manifest(request: LaunchRequest, image: str | None) -> tuple[str, list[str]]:
-    """Return the manifest, with this ``image``, and notes for the person. Raises `UsageError` for other jobs."""
+    """Return the manifest, with this ``image``, and notes for the person. Raises `UsageError` where it can be none."""
     notes = [left_out(request, _PYTORCH_JOB, _BY_PYTORCH_JOB)]
     check_numbers(request)
     if request.grace_s == math.inf:
@@ -214,7 +214,7 @@ _TELL = f'export {" ".join(f"{ours}=$OMPI_COMM_WORLD_{its}" for ours, its in _PL
 
 
 def mpirun_script(request: LaunchRequest) -> tuple[str, list[str]]:
-    """Return the script for the first host, and notes for the person. Raises `UsageError` for other jobs."""
+    """Return the script for the first host, and notes. Raises `UsageError` where mpirun cannot run the job."""
     note = left_out(request, MPIRUN.name, _BY_MPIRUN)
     check_mca(request.mca)
     options = read_options(replace(request, mca=(), backend=None))

@@ -11,7 +11,10 @@ from shardwright.cluster.bench.options import BenchOptions
 
 @dataclass(frozen=True)
 class Half:
-    """One half of a row: us of a call, GB/s (10^9), and the wrong elements of all ranks, None where unchecked."""
+    """One half of a row: microseconds of a call, the mean over ranks; GB/s (10^9); the wrong elements of all ranks.
+
+    ``wrong`` is None where nothing was checked.
+    """
 
     time_us: float
     algbw: float

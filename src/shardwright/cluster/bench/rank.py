@@ -36,7 +36,10 @@ def _print(text: str) -> None:
 
 
 def main(verdict: str, options: dict[str, Any]) -> None:
-    """Measure; an error that a user can mend is a verdict too, said once. Without its file that is the exit code."""
+    """Measure; an error that a user can mend is a verdict too, said once and not as a failure of ranks.
+
+    Without a file for it the verdict is the exit code.
+    """
     options["collectives"] = tuple(options["collectives"])
     if not verdict:
         sys.exit(0 if measure(BenchOptions(**options)) else 1)

@@ -154,7 +154,10 @@ def _send(descriptor: int, data: bytes) -> None:
 
 @contextlib.contextmanager
 def open_all(where: NamedHosts, module: str, batch: bool = True) -> Iterator[tuple[dict[str, Probe], dict[str, str]]]:
-    """Yield the program on each host by its name, and why others are silent. Without ``batch`` ssh may ask."""
+    """Yield the program on each host by the host's name, and why others are silent.
+
+    Without ``batch`` one host is asked after the other, since ssh may ask the person.
+    """
     opened: dict[str, Probe] = {}
     silent: dict[str, str] = {}
 

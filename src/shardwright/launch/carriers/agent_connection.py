@@ -98,7 +98,10 @@ class AgentConnection(Connection):
         return answer
 
     def send_stream(self, pieces: Iterator[bytes]) -> None:
-        """Send encoded messages as the other end takes them; where they fail, ``stream_error`` says why."""
+        """Send encoded messages, which are taken one by one as the other end takes them.
+
+        Where they fail, ``stream_error`` says why. Until then nothing else goes between them but heartbeats.
+        """
         self._stream = pieces
         self.send(Heartbeat(time.time()))
 

@@ -199,7 +199,10 @@ class SshCarrier(Carrier):
         return [c for c in self.connections if c.has(answer) and c.exit_code is None]
 
     def _wait(self, selector: selectors.BaseSelector, answer: type[Answer], timeout_s: float) -> None:
-        """Wait until all that still can have answered, or time is over, which begins anew for who is sent much."""
+        """Wait until each host that still can has answered, or the time is over.
+
+        The time of a host to which much is sent begins anew whenever it is heard.
+        """
         began_s = time.monotonic()
         asked = [c for c in self.connections if answer is Hello or c.has(Hello)]
         with waiting_for("reaching hosts") as work:

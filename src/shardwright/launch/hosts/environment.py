@@ -182,7 +182,10 @@ def _torchrun(environ: Mapping[str, str]) -> LaunchEnvironment:
 
 
 def _refuse_unstarted(environ: Mapping[str, str]) -> None:
-    """Refuse a PyTorchJob's pod whose ranks nobody has started: it counts all ranks, and its number is RANK."""
+    """Raise `WorldError` in a pod of Kubeflow's PyTorchJob whose several ranks nobody has started.
+
+    Such a pod counts the ranks of all pods, and calls its own number RANK.
+    """
     each = environ.get("PET_NPROC_PER_NODE", "1")
     if each.isdecimal() and int(each) > 1 and not environ.get("LOCAL_RANK"):
         raise WorldError(

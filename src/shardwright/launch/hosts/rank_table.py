@@ -151,7 +151,10 @@ class RankTable:
 
 
 def parse_rank_table(text: str) -> tuple[RankTable, tuple[str, ...], tuple[str, ...]]:
-    """Return the table, as far as it could be read, all faults in it, and what HCCL would miss, but not we."""
+    """Return the table, all faults in how it is written, and what HCCL would miss in it and launching does not.
+
+    Where there is a fault, the table has what could be read, no more.
+    """
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
