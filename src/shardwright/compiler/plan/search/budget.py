@@ -356,17 +356,18 @@ def _beating(below: float, free: Callable[[], Choice], solve: Solve, budget: Bud
     Raises:
         NothingBelow: where none was found.
     """
-    to_beat = min(below, budget.promise)
     looked_at, found, bound, above = list[Choice](), list[Choice](), -math.inf, -math.inf
+    shown = math.inf  # no larger bound is shown: what costs as much may have been left out by then
     if budget.price:
-        priced_choices, bound, above = solve(budget.price, to_beat)
+        shown = min(below, budget.promise)
+        priced_choices, bound, above = solve(budget.price, shown)
         looked_at += priced_choices
-    if above < 0:  # what costs ``to_beat`` or more may have been left out by now
+    if above < 0:
         try:
             without = free()
         except NothingBelow as nothing:
-            raise NothingBelow(max(bound, min(nothing.bound, to_beat))) from None
-        bound = max(bound, min(without.bound or 0.0, to_beat))
+            raise NothingBelow(max(bound, min(nothing.bound, shown))) from None
+        bound = max(bound, min(without.bound or 0.0, shown))
         (found if budget.weigh(without) <= budget.limit_bytes else looked_at).append(without)
     tried = (budget.fewest(choice, budget.limit_bytes) for choice in looked_at)
     found += [choice for choice in tried if choice is not None]
