@@ -15,6 +15,7 @@ from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.hardware import shipped
 from shardwright.compiler.plan.pricing.links import cuts
 from shardwright.compiler.plan.request import PlanRequest
+from shardwright.compiler.plan.search import search
 from shardwright.compiler.plan.search.choices import OverBudget
 from shardwright.compiler.plan.search.exact import TooWide
 from shardwright.compiler.rules.notation import Operand
@@ -169,3 +170,15 @@ def test_a_finer_mesh_that_promises_no_more_than_the_coarser_one_is_searched_no_
     assert plan.held.total <= request.memory
     assert plan.bound <= min(plan.cost, every.cost)
     assert " not searched further: nothing on it costs less than" in plan.considered[1]
+
+
+def test_where_the_budget_binds_nothing_finer_meshes_are_searched_without_a_price(monkeypatch):
+    prices, found = [], search._AtPrice.found
+    monkeypatch.setattr(search._AtPrice, "found", lambda self, below: prices.append(self._price) or found(self, below))
+    request = PlanRequest(Mesh.of(d=8), hardware=replace(shipped("h100"), ranks_per_host=4))
+    tall = graph(rows=1 << 16, inner=4096, columns=4096)
+    free = make_plan(tall, request)
+    within = make_plan(tall, replace(request, memory=2 * free.held.total))
+    assert not prices
+    assert (within.cost, within.bound) == (free.cost, free.bound)
+    assert len(within.considered) == 2
