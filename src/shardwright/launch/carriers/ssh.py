@@ -97,7 +97,7 @@ class SshCarrier(Carrier):
         for host in hosts:
             try:
                 command, environment = self.command(host), self.client_environment()
-                connection = AgentConnection(host, command, self._packed, self.remote.lease_s, environment)
+                connection = AgentConnection(host, command, self.pack_for(host), self.remote.lease_s, environment)
             except OSError as error:
                 raise LaunchError(
                     f"{self.client} to {host.name} cannot be started here: {error}; is there an {self.client} on the "
@@ -163,12 +163,13 @@ class SshCarrier(Carrier):
             return [python, "-c", BOOT]
         return login_command(host, python, self.remote.connect_timeout_s)
 
+    def pack_for(self, host: Host) -> tuple[bytes, bytes]:
+        """Return the bytes that are sent to the host, and the line after which its answers begin."""
+        return self._packed
+
     @cached_property
     def _packed(self) -> tuple[bytes, bytes]:
-        """Return what is sent to every host, and the line after which its answers begin.
-
-        Cached: the package's sources do not change while a process runs them.
-        """
+        """Return what is sent to every host. Cached: the package's sources do not change while a process runs them."""
         return pack(sources())
 
     def _hosts_needed(self) -> Hosts:
