@@ -28,7 +28,6 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_f
 from torch.autograd.function import _SingleLevelFunction
 from torch.distributed import distributed_c10d
 from torch.export import ExportedProgram
-from torch.export._trace import _ignore_backend_decomps
 from torch.export.exported_program import _override_composite_implicit_decomp
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
@@ -432,6 +431,8 @@ def decomposing(preserved: Iterable[Any], mode: FakeTensorMode) -> Iterator[Call
         with functional:
             graph = make_fx(dispatch_functionalize(run, functional))(*given).graph
         return None if any(changed) else graph
+
+    from torch.export._trace import _ignore_backend_decomps  # which imports dynamo: seconds, for captures alone
 
     with (
         mode,
