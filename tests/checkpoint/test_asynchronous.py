@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from faulty_files import Faulty
 from ranks import run_ranks
-from saved import good_step, latest, no_leftovers, save_step, state_of
+from saved import good_step, no_leftovers, save_step, state_of
 from shardwright import checkpoint
 from shardwright.checkpoint.loading.load import load
 from shardwright.checkpoint.saving.asynchronous import AsyncSaver, own_ranks
@@ -50,7 +50,7 @@ def test_the_state_is_saved_as_it_was_when_save_returned(tmp_path):
         assert saver.saving
         state["model", "weight"].fill_(99)  # the next optimizer step
         saver.check()
-        assert latest(Store(tmp_path)) is None
+        assert Store(tmp_path).latest() is None
         files.go.set()
         manifest = saver.wait()
         assert manifest is not None
@@ -168,7 +168,7 @@ def test_what_is_changed_too_early_is_an_error_and_no_checkpoint(tmp_path, copie
         CheckpointError, match=r"nothing was saved: model\.2\.bias was changed .*checkpoint\.wait_copied"
     ):
         checkpoint.wait(model)
-    assert latest(Store(tmp_path)) == "step-00000001"
+    assert Store(tmp_path).latest() == "step-00000001"
     no_leftovers(Store(tmp_path))
     checkpoint.save(tmp_path, model, optimizer, step=3, asynchronous=True)
     checkpoint.wait_copied()
@@ -214,7 +214,7 @@ def test_an_error_of_the_copy_surfaces_and_lets_the_next_step_go_on(tmp_path, mo
     optimizer.step()
     with pytest.raises(CheckpointError, match="MemoryError: no memory for a row-major copy"):
         checkpoint.wait(model)
-    assert latest(Store(tmp_path)) is None
+    assert Store(tmp_path).latest() is None
 
 
 def test_a_loop_that_ends_before_the_copy_ends_with_a_whole_checkpoint(tmp_path, copies):
@@ -274,7 +274,7 @@ def test_the_end_of_the_process_waits_for_the_save(tmp_path, fails):
     script = textwrap.dedent(f"""
         import sys
         sys.path.insert(0, {str(Path(__file__).parents[1] / "support" / "files")!r})
-        from saved import latest, state_of
+        from saved import state_of
         from shardwright.checkpoint.saving.asynchronous import AsyncSaver
         from shardwright.checkpoint.storage.files import LocalFiles
         from shardwright.checkpoint.saving.save import TO_SAVE
@@ -303,7 +303,7 @@ def test_the_end_of_the_process_waits_for_the_save(tmp_path, fails):
     if fails:
         assert "a checkpoint was under way when this process ended: " in ended.stderr
         assert ": No space left on device (" in ended.stderr
-        assert latest(Store(tmp_path / "runs")) is None
+        assert Store(tmp_path / "runs").latest() is None
     else:
         assert ended.stderr == ""
         assert good_step(Store(tmp_path / "runs")) == 1

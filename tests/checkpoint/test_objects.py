@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from faulty_files import Faulty, Killed
-from saved import good_step, latest, save_step, state_of
+from saved import good_step, save_step, state_of
 from shardwright.checkpoint.format.manifest import MANIFEST
 from shardwright.checkpoint.saving.save import save
 from shardwright.checkpoint.storage import objects
@@ -57,14 +57,14 @@ def test_a_store_that_speaks_s3_is_told_what_to_type(protocol, open_it):
 def test_steps_are_saved_found_and_given_up(url):
     store = open_store(url, Retention(latest_k=2, top_k=1, metric="loss"))
     assert isinstance(store, ObjectStore)
-    assert latest(store) is None
+    assert store.latest() is None
     for step, loss in ((1, 0.5), (2, 0.1), (3, 0.4), (4, 0.3)):
         save_step(store, step, metrics={"loss": loss})
         assert good_step(store) == step
     assert list(store.complete()) == ["step-2", "step-3", "step-4"]
     assert store.files.list(store.directory) == ["latest", "step-2", "step-3", "step-4"]
     store.files.remove(f"{store.directory}/latest")
-    assert latest(store) == "step-4"
+    assert store.latest() == "step-4"
     no_marks(store)
 
 

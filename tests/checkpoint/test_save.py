@@ -12,7 +12,6 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 
 from ranks import run_ranks
-from saved import latest
 from shardwright.checkpoint.format import pieces
 from shardwright.checkpoint.format.manifest import BLOCK_BYTES, TensorEntry, ValueEntry
 from shardwright.checkpoint.format.pieces import TensorShard
@@ -203,7 +202,7 @@ def test_a_state_that_differs_between_ranks_is_refused_by_the_entry(tmp_path):
         assert "x is torch.float32 [3]" in str(error)
         assert "torch.float32 [4]" in str(error)
         assert "on rank 2" in str(error)
-    assert latest(Store(tmp_path)) is None
+    assert Store(tmp_path).latest() is None
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from saved import good_step, latest, no_leftovers, save_step, state_of
+from saved import good_step, no_leftovers, save_step, state_of
 from shardwright.checkpoint.format.manifest import MANIFEST
 from shardwright.checkpoint.saving.save import save
 from shardwright.checkpoint.storage.files import LocalFiles
@@ -23,7 +23,7 @@ def test_without_a_good_pointer_the_newest_complete_one_is_found_by_reading(tmp_
     (tmp_path / "latest").unlink()
     if text is not None:
         (tmp_path / "latest").write_bytes(text)
-    assert latest(store) == "step-2"
+    assert store.latest() == "step-2"
     assert list(store.complete()) == ["step-10", "step-09", "step-2"]
 
 
@@ -32,7 +32,7 @@ def test_the_pointer_counts_where_it_is_good(tmp_path):
     save_step(store, 1)
     save_step(store, 2)
     (tmp_path / "latest").write_text("step-1\n")
-    assert latest(store) == "step-1"
+    assert store.latest() == "step-1"
 
 
 @pytest.mark.parametrize("damage", ["missing", "empty", "short", "altered"])
@@ -47,7 +47,7 @@ def test_a_directory_without_a_valid_manifest_is_no_checkpoint(tmp_path, damage)
         manifest.write_text(
             {"empty": "", "short": text[:-3], "altered": text.replace('"step": 2', '"step": 7')}[damage]
         )
-    assert latest(store) == "step-1"
+    assert store.latest() == "step-1"
     assert list(store.complete()) == ["step-1"]
     with pytest.raises(CheckpointError, match="step-2"):
         store.manifest("step-2")
@@ -80,7 +80,7 @@ def test_retention(tmp_path, retention, left):
     store = Store(tmp_path, retention=retention)
     for step, loss in LOSSES.items():
         save_step(store, step, metrics={} if loss is None else {"loss": loss})
-        assert latest(store) == f"step-{step}"
+        assert store.latest() == f"step-{step}"
     assert list(store.complete()) == [f"step-{step}" for step in left]
     assert [good_step(store, name) for name in store.complete()] == left
     no_leftovers(store)
@@ -135,10 +135,10 @@ def test_a_rank_that_cannot_write_is_named_by_all_and_nothing_is_saved(tmp_path)
     assert len({str(error) for error in errors}) == 1
     assert "nothing was saved: rank 1: /" in str(errors[0])
     assert all(isinstance(error, CheckpointError) for error in errors)
-    assert latest(Store(tmp_path)) == "step-1"
+    assert Store(tmp_path).latest() == "step-1"
     no_leftovers(Store(tmp_path))
     SimulatedRanks.run(3, lambda ranks: both(ranks, 3, LocalFiles()))
-    assert latest(Store(tmp_path)) == "step-3"
+    assert Store(tmp_path).latest() == "step-3"
 
 
 def test_a_full_disk_is_an_error_and_the_last_good_one_stays(tmp_path):

@@ -95,8 +95,8 @@ def check(
     """
     import os
 
+    from shardwright.launch.check import check as lines_of
     from shardwright.launch.options.request import HostRequest, LaunchRequest
-    from shardwright.launch.start import check as lines_of
 
     request = LaunchRequest(
         arguments=command or ("true",), kind="script" if command else "program", ranks=ranks, port=port, log_dir=".",

@@ -179,10 +179,10 @@ def launch(run: bool, to: str | None, print_sbatch: bool, image: str | None, **w
     The first rank that fails ends the job, and its exit code is the command's. Ctrl-C, TERM, HUP and QUIT are passed on
     and end the job after the grace; a second Ctrl-C kills it at once. USR1 and USR2 are passed on and end nothing.
     """
-    from shardwright.launch.options.carrier_facts import AS_ROOT, CARRIERS
     from shardwright.launch.options.launch_options import read_options
     from shardwright.launch.options.other_options import TypedCommand, notes_on_meaning, translated
     from shardwright.launch.options.request import HostRequest, LaunchRequest, RestartOptions
+    from shardwright.launch.start import STARTS
     from shardwright.launch.start import launch as launch_job
 
     typed = click.get_current_context().meta[_WORDS]
@@ -213,11 +213,11 @@ def launch(run: bool, to: str | None, print_sbatch: bool, image: str | None, **w
     if image is not None:
         raise click.UsageError("--image is for --print k8s")
     job = read_options(request)
-    if AS_ROOT in job.start_command:
-        click.echo("shardwright: mpirun is told that it may run as root; it would rather not", err=True)
-    commands = job.carrier.commands
+    if job.start_command is not None and job.start_command.note:
+        click.echo(f"shardwright: {job.start_command.note}", err=True)
+    commands = STARTS[job.carrier.name].commands
     if run and commands is None:
-        printing = " or ".join(f"--via {name}" for name, row in CARRIERS.items() if row.commands is not None)
+        printing = " or ".join(f"--via {name}" for name, row in STARTS.items() if row.commands is not None)
         raise click.UsageError(f"--run belongs to {printing}; without it jobs run anyway")
     if commands is None or run:
         sys.exit(launch_job(job))

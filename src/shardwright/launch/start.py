@@ -1,4 +1,8 @@
-"""The beginning of every job: its checks, its folder, its carrier, and the process in the background if it has one."""
+"""The beginning of every job: its folder, its carrier, and the process in the background of one that is detached.
+
+`STARTS` has, for each carrier, the functions that belong to its row in `shardwright.launch.options.carrier_facts`.
+Carriers to other hosts are imported when a job has other hosts.
+"""
 
 from __future__ import annotations
 
@@ -6,56 +10,93 @@ import contextlib
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from shardwright.errors import LaunchError, ShardwrightError, UsageError
+from shardwright.errors import LaunchError, ShardwrightError
 from shardwright.launch.carriers.connection import Carrier
+from shardwright.launch.carriers.local import LocalCarrier
 from shardwright.launch.hosts.port import PortLease, lease_port
 from shardwright.launch.joblog.job import JobFolder, create_job_folder
-from shardwright.launch.options.launch_options import LaunchOptions, read_options
-from shardwright.launch.options.request import LaunchRequest, RestartOptions
+from shardwright.launch.options.launch_options import LaunchOptions
+from shardwright.launch.options.request import RemoteOptions, RestartOptions
 from shardwright.launch.restarts import Notify, Prepare, run_job
+
+if TYPE_CHECKING:
+    from shardwright.launch.carriers.ssh import SshCarrier
+
+MakeLocalCarrier = Callable[[LaunchOptions, PortLease], Carrier]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CarrierStart:
+    """The functions of a carrier.
+
+    Attributes:
+        here: makes the carrier of a job on this host.
+        on_hosts: makes that of a job on several hosts, or on another one.
+        commands: the lines that a person may type in place of the job; they are printed unless ``--run`` is typed.
+        in_place: the job that is run in place of the one that is asked for.
+    """
+
+    here: MakeLocalCarrier | None = None
+    on_hosts: Callable[[LaunchOptions, RemoteOptions], SshCarrier] | None = None
+    commands: Callable[[LaunchOptions], str] | None = None
+    in_place: Callable[[LaunchOptions], LaunchOptions] = lambda job: job
+
+
+def _ssh_carrier(options: LaunchOptions, remote: RemoteOptions) -> SshCarrier:
+    from shardwright.launch.carriers.ssh import SshCarrier
+
+    return SshCarrier(options, remote)
+
+
+def _srun_carrier(options: LaunchOptions, remote: RemoteOptions) -> SshCarrier:
+    from shardwright.launch.carriers.srun import SrunCarrier
+
+    return SrunCarrier(options, remote)
+
+
+def _torchrun_commands(options: LaunchOptions) -> str:
+    from shardwright.launch.carriers.torchrun import command_lines
+
+    return command_lines(options)
+
+
+def _torchruns(options: LaunchOptions) -> LaunchOptions:
+    from shardwright.launch.carriers.torchrun import one_per_host
+
+    return one_per_host(options)
+
+
+STARTS: Mapping[str, CarrierStart] = {
+    "local": CarrierStart(here=LocalCarrier),
+    "ssh": CarrierStart(on_hosts=_ssh_carrier),
+    "mpirun": CarrierStart(here=LocalCarrier),
+    "srun": CarrierStart(on_hosts=_srun_carrier),
+    "torchrun": CarrierStart(
+        here=LocalCarrier, on_hosts=_ssh_carrier, commands=_torchrun_commands, in_place=_torchruns
+    ),
+}  # fmt: skip
 
 
 def launch(asked: LaunchOptions) -> int:
-    """Run the job and return its exit code, 0 if detached. Raises `UsageError` or `LaunchError` where none began."""
-    row = asked.carrier
-    options: LaunchOptions = row.in_place(asked)
+    """Run the job and return its exit code; if detached, start it and return 0.
+
+    Raises `UsageError` or `LaunchError` where nothing could be started; then no folder is left behind.
+    """
+    row = STARTS[asked.carrier.name]
+    options = row.in_place(asked)
     if (remote := options.remote) is not None:
         from shardwright.launch.remote import RemoteAttempts
 
         assert row.on_hosts is not None
         return _run(options, RemoteAttempts(options, remote, row.on_hosts))
+    assert row.here is not None
     with contextlib.closing(lease_port(options.port)) as lease:  # a port that is taken is told before a folder is made
-        return _run(options, LocalAttempts(options, lease))
-
-
-def check(request: LaunchRequest) -> Iterator[str]:
-    """Yield the lines of `shardwright check`: connect to the hosts and check them as `launch` does.
-
-    Raises `LaunchError` with everything that is in the way, `UsageError` for a job on this host alone.
-    """
-    options = read_options(request)
-    make_carrier = options.carrier.on_hosts
-    if options.remote is None or make_carrier is None:
-        raise UsageError("a job on this host alone is not checked before it starts; type `shardwright doctor`")
-    from shardwright.launch.remote import prepare_first
-
-    carrier = make_carrier(options, options.remote)
-    prepare_first(carrier)
-    with contextlib.closing(carrier):
-        hosts = carrier.describe_hosts()
-        count = f"{len(hosts)} host{'s' * (len(hosts) != 1)}, {carrier.ranks} rank{'s' * (carrier.ranks != 1)}"
-        yield f"{count}: a job can start; its ranks would meet at {carrier.address}"
-        for host in hosts:
-            ranks = host["ranks"]
-            numbered = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
-            versions = [f"{name} {host[name]}" for name in ("python", "torch", "shardwright") if host[name]]
-            by = [f"by {host['interface']}"] if host["interface"] else []
-            yield f"{host['name']}: {', '.join([numbered, *by, *versions])}"
+        return _run(options, LocalAttempts(options, lease, row.here))
 
 
 def _run(options: LaunchOptions, prepare: Prepare) -> int:
@@ -67,16 +108,15 @@ def _run(options: LaunchOptions, prepare: Prepare) -> int:
 class LocalAttempts:
     """Makes the carrier of each attempt. ``lease`` is of the first one's port, or of the one port that was typed."""
 
-    def __init__(self, options: LaunchOptions, lease: PortLease) -> None:
-        self.options, self.lease = options, lease
+    def __init__(self, options: LaunchOptions, lease: PortLease, make_carrier: MakeLocalCarrier) -> None:
+        self.options, self.lease, self.make_carrier = options, lease, make_carrier
 
     def __call__(self, restarts: RestartOptions, _: Notify) -> tuple[LaunchOptions, Carrier]:
         options = replace(self.options, restarts=restarts)
         if restarts.count > 0 and options.port is None:
             before, self.lease = self.lease, lease_port(None)
             before.close()  # no sooner, so that the new port is another
-        assert options.carrier.here is not None
-        return options, options.carrier.here(options, self.lease)
+        return options, self.make_carrier(options, self.lease)
 
 
 _STARTED = b"started"

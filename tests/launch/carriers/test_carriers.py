@@ -1,4 +1,4 @@
-"""Every part of the program that asks about a carrier asks the table of carriers."""
+"""The two halves of the table of carriers agree, and every part of the program that asks about a carrier asks them."""
 
 import subprocess
 import sys
@@ -15,6 +15,14 @@ from shardwright.launch.hosts.rank_table import RankTable
 from shardwright.launch.options.carrier_facts import CARRIERS, UNSAID, carrier_facts, carrier_of_backend
 from shardwright.launch.options.launch_options import LaunchOptions, read_options
 from shardwright.launch.options.request import LaunchRequest
+from shardwright.launch.start import STARTS
+
+
+def test_every_carrier_has_facts_and_functions():
+    assert list(STARTS) == list(CARRIERS)
+    for name, row in CARRIERS.items():
+        assert row.name == name
+        assert (row.here, row.on_hosts) == (STARTS[name].here is not None, STARTS[name].on_hosts is not None)
 
 
 def test_the_command_line_offers_the_carriers_of_the_table():
@@ -53,20 +61,21 @@ ADDED = """
     from shardwright.launch.options.launch_options import read_options
     from shardwright.launch.options.request import LaunchRequest
     from shardwright.launch.carriers.local import LocalCarrier
-    from shardwright.launch.start import launch
+    from shardwright.launch.start import STARTS, CarrierStart, launch
 
     class CountingCarrier(LocalCarrier):
         def start(self, *words):
             print(f"{self.ranks} ranks", flush=True)
             return super().start(*words)
 
-    carrier_facts.CARRIERS["counting"] = carrier_facts.CarrierFacts(name="counting", here=CountingCarrier)
+    carrier_facts.CARRIERS["counting"] = carrier_facts.CarrierFacts(name="counting", here=True)
+    STARTS["counting"] = CarrierStart(here=CountingCarrier)
     words = {"kind": "program", "arguments": ["sh", "-c", "echo $RANK"], "ranks": "2", "via": "counting"}
     sys.exit(launch(read_options(LaunchRequest(**words))))
 """
 
 
-def test_a_row_and_a_class_are_a_new_carrier(launching):
+def test_two_rows_and_a_class_are_a_new_carrier(launching):
     command = [sys.executable, launching.write("added.py", ADDED)]
     done = subprocess.run(command, cwd=launching.folder, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "2 ranks\n0\n"), done.stderr

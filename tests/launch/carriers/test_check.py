@@ -3,17 +3,13 @@
 import pytest
 
 from shardwright.errors import UsageError
+from shardwright.launch.check import check
 from shardwright.launch.options.request import HostRequest, LaunchRequest
-from shardwright.launch.start import check
 
 
 def test_a_job_on_this_host_is_for_doctor():
     with pytest.raises(UsageError, match="type `shardwright doctor`"):
-        list(
-            check(
-                LaunchRequest(arguments=("true",), kind="program", log_dir=".", where=HostRequest(hosts="localhost:2"))
-            )
-        )
+        check(LaunchRequest(arguments=("true",), kind="program", log_dir=".", where=HostRequest(hosts="localhost:2")))
 
 
 @pytest.mark.slow

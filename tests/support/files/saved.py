@@ -21,14 +21,9 @@ def save_step(store: Store, step: int, numel: int = 8, name: str | None = None, 
     return save(store, name or f"step-{step}", state_of(step, numel), {"step": step, **info}, {}, OneRank(TO_SAVE))
 
 
-def latest(store: Store) -> str | None:
-    """The name of the newest complete checkpoint, None where there is none."""
-    return next(reversed(store._newest()), None)
-
-
 def good_step(store: Store, name: str | None = None) -> int:
     """The step of the latest checkpoint (or of ``name``), of which every byte was compared with its checksum."""
-    name = name or latest(store)
+    name = name or store.latest()
     assert name is not None, f"no complete checkpoint; there is {store.files.list(store.directory)}"
     manifest = store.manifest(name)
     contents = {file: store.files.read(f"{store.path(name)}/{file}") for file in manifest.files}

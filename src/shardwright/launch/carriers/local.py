@@ -67,9 +67,10 @@ class LocalCarrier(Carrier):
         )  # fmt: skip
         connection = LocalConnection(supervisor, socket.gethostname())
         connection.ranks = tuple(range(self.ranks))
+        command = self.options.start_command
         start = Start(
             self.options.program, self.options.preload, self._rank_variables(run_id, folder), tuple(ports),
-            self.options.start_command, bind=self.options.bind, stall_s=self.options.stall_timeout_s,
+            () if command is None else command.words, bind=self.options.bind, stall_s=self.options.stall_timeout_s,
         )  # fmt: skip
         connection.send(start)
         self.connection = connection

@@ -1,6 +1,7 @@
 """The carriers, which start the ranks of a job, as one table: what each can do, and which options it does not admit.
 
-A person chooses one with ``--via``. The rows are read before anything of the carriers is imported (`late`).
+A person chooses one with ``--via``. The functions that make each one's connections stand in
+`shardwright.launch.start.STARTS`, since these rows are read before anything of the carriers is imported.
 """
 
 from __future__ import annotations
@@ -12,25 +13,33 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from shardwright.errors import LaunchError, UsageError
 
 INSTALL = "pip install 'shardwright[mpi]'"
 
 
-AS_ROOT = "--allow-run-as-root"
+@dataclass(frozen=True)
+class StartCommand:
+    """A command line, up to the program, that starts all ranks of this host. ``note`` is shown to the person first."""
+
+    words: tuple[str, ...]
+    note: str = ""
 
 
-def mpirun_start(ranks: int, mca: Sequence[tuple[str, str]], environment: Mapping[str, str]) -> tuple[str, ...]:
+def mpirun_start(ranks: int, mca: Sequence[tuple[str, str]], environment: Mapping[str, str]) -> StartCommand:
     """Return the command line of the mpirun that is to be had here. Raises `LaunchError` where there is none."""
-    return mpirun_command(find_mpirun(environment), ranks, mca, root=os.geteuid() == 0)
+    root = os.geteuid() == 0
+    note = "mpirun is told that it may run as root; it would rather not" if root else ""
+    return StartCommand(mpirun_command(find_mpirun(environment), ranks, mca, root), note)
 
 
 def find_mpirun(environment: Mapping[str, str]) -> str:
-    """Return Open MPI's mpirun, beside this Python or else on the PATH. Raises `LaunchError` where there is none."""
+    """Return the mpirun beside this Python, to which the installed mpi4py belongs, or else the one on the PATH.
+
+    Raises `LaunchError` where there is none, or another MPI's, which understands other options.
+    """
     beside, path = str(Path(sys.executable).parent), environment.get("PATH")
     mpirun = shutil.which("mpirun", path=beside) or shutil.which("mpirun", path=path)
     if mpirun is None:
@@ -61,7 +70,7 @@ def mpirun_command(
     """
     return (
         mpirun,
-        *((AS_ROOT,) if root else ()),
+        *(("--allow-run-as-root",) if root else ()),
         *("--host", hosts or f"localhost:{ranks}", "-n", str(ranks), "--bind-to", "none"),
         *(word for name, value in mca for word in ("--mca", name, value)),
     )
@@ -74,26 +83,14 @@ def check_mca(words: Sequence[tuple[str, str]]) -> None:
             raise UsageError(f"--mca {name} {value} names no setting; type --mca NAME VALUE, as --mca pml ob1")
 
 
-Make = Callable[..., Any]
-
-
-def late(module: str, name: str) -> Make:
-    """Return a function that imports what has this name in a module of `launch.carriers`, and calls it."""
-    return lambda *given: getattr(import_module(f"shardwright.launch.carriers.{module}"), name)(*given)
-
-
 @dataclass(frozen=True, kw_only=True)
 class CarrierFacts:
     """The abilities of a carrier; one that is not set is lacking.
 
     Attributes:
         name: what is typed after ``--via``.
-        here: makes the carrier of a job on this host, without an agent, from `LaunchOptions` and a `PortLease`.
-        on_hosts: makes that of a job on the hosts that are named, be this one among them or not, from `LaunchOptions`
-            and `RemoteOptions`.
-        commands: the lines that a person may type in place of the job, by its `LaunchOptions`; they are printed unless
-            ``--run`` is typed.
-        in_place: the job that is run in place of the one that is asked for, both as `LaunchOptions`.
+        here: whether it starts ranks on this host without an agent.
+        on_hosts: whether it starts ranks on the hosts that are named, be this one among them or not.
         in_allocation: whether it starts ranks in an allocation of Slurm alone, where it takes all hosts of it unless
             some are named; ``--print slurm`` writes a script that uses it.
         backends: those whose ranks no other carrier can start.
@@ -104,14 +101,12 @@ class CarrierFacts:
     """
 
     name: str
-    here: Make | None = None
-    on_hosts: Make | None = None
-    commands: Make | None = None
-    in_place: Make = lambda job: job
+    here: bool = False
+    on_hosts: bool = False
     in_allocation: bool = False
     backends: frozenset[str] = frozenset()
     takes_mca: bool = False
-    start_command: Callable[[int, Sequence[tuple[str, str]], Mapping[str, str]], tuple[str, ...]] | None = None
+    start_command: Callable[[int, Sequence[tuple[str, str]], Mapping[str, str]], StartCommand] | None = None
     refusals: Mapping[str, str] = field(default_factory=dict)
 
     def refuse(self, option: str) -> None:
@@ -124,18 +119,16 @@ class CarrierFacts:
         return (SSH if on_hosts else LOCAL) if self is UNSAID else self
 
 
-LOCAL = CarrierFacts(name="local", here=late("local", "LocalCarrier"))
-SSH = CarrierFacts(name="ssh", on_hosts=late("ssh", "SshCarrier"))
-SRUN = CarrierFacts(name="srun", on_hosts=late("srun", "SrunCarrier"), in_allocation=True)
+LOCAL = CarrierFacts(name="local", here=True)
+SSH = CarrierFacts(name="ssh", on_hosts=True)
+SRUN = CarrierFacts(name="srun", on_hosts=True, in_allocation=True)
 MPIRUN = CarrierFacts(
-    name="mpirun", here=LOCAL.here, backends=frozenset({"mpi"}), takes_mca=True, start_command=mpirun_start
+    name="mpirun", here=True, backends=frozenset({"mpi"}), takes_mca=True, start_command=mpirun_start
 )  # fmt: skip
 TORCHRUN = CarrierFacts(
     name="torchrun",
-    here=LOCAL.here,
-    on_hosts=SSH.on_hosts,
-    commands=late("torchrun", "command_lines"),
-    in_place=late("torchrun", "one_per_host"),
+    here=True,
+    on_hosts=True,
     refusals={
         "--elastic": "--elastic counts ranks, and --via torchrun starts one torchrun for each host; leave one of them "
         "out",
@@ -147,7 +140,7 @@ TORCHRUN = CarrierFacts(
 )
 CARRIERS: Mapping[str, CarrierFacts] = {row.name: row for row in (LOCAL, SSH, MPIRUN, SRUN, TORCHRUN)}
 
-UNSAID = CarrierFacts(name="ssh where there are other hosts, else local", here=LOCAL.here, on_hosts=SSH.on_hosts)
+UNSAID = CarrierFacts(name="ssh where there are other hosts, else local", here=True, on_hosts=True)
 """Without ``--via`` the hosts decide which of two carriers it is."""
 
 

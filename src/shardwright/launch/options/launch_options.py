@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING
 from shardwright.errors import UsageError
 from shardwright.launch.host.program import Program, check_program
 from shardwright.launch.hosts.gpus import count_gpus
-from shardwright.launch.options.carrier_facts import CARRIERS, LOCAL, CarrierFacts, carrier_facts, check_mca
+from shardwright.launch.options.carrier_facts import (
+    CARRIERS,
+    LOCAL,
+    CarrierFacts,
+    StartCommand,
+    carrier_facts,
+    check_mca,
+)
 from shardwright.launch.options.request import NO_RESTARTS, LaunchRequest, RemoteOptions, RestartOptions, read_count
 from shardwright.launch.options.save_graphs import VARIABLE, SaveGraphs
 from shardwright.launch.options.variables import (
@@ -51,7 +58,7 @@ class LaunchOptions:
     detach: bool = False
     rank_environments: dict[int, dict[str, str]] = field(default_factory=dict)
     carrier: CarrierFacts = LOCAL
-    start_command: tuple[str, ...] = ()
+    start_command: StartCommand | None = None
     remote: RemoteOptions | None = None
     bind: bool = True
     restarts: RestartOptions = NO_RESTARTS
@@ -88,9 +95,9 @@ def read_options(request: LaunchRequest) -> LaunchOptions:
         raise UsageError("\n".join(wrong))
     request.restarts.check(None if remote is not None else ranks, by_table=table is not None, carrier=chosen)
     check_numbers(request)
-    start_command = () if chosen.start_command is None else chosen.start_command(ranks, request.mca, whole)
+    start_command = None if chosen.start_command is None else chosen.start_command(ranks, request.mca, whole)
     return LaunchOptions(
-        program=program, ranks=ranks, preload=request.preload and not start_command,
+        program=program, ranks=ranks, preload=request.preload and start_command is None,
         shown=frozenset() if remote is not None else read_tee(tee, ranks),
         job=request.job, log_dir=Path(request.log_dir), port=request.port, environment=environment,
         grace_s=request.grace_s, detach=request.detach, rank_environments=by_rank,
