@@ -12,9 +12,10 @@ finer meshes the last ones of coarser: most plans compute for longer.
 
 Each mesh is looked at once, but for one that splits as many ranks over the same links into as many axes as another
 whose bound promised nothing. It may have a cheaper plan, and is named beside the others as one that was not searched.
-Then it is always the mesh with the least bound, until that is near what the best plan takes: where the bound is above
-that, nothing on a mesh is worth another look. Nor is a mesh whose bound is hardly less than that of the coarser mesh of
-whose axes it has the parts: what the coarser one does not promise, it does not either.
+Then it is always the mesh with the least bound, until that is near what the best plan takes, or a search has hardly
+raised it: where the bound is above that, nothing on a mesh is worth another look. Nor is a mesh whose bound is hardly
+less than that of the coarser mesh of whose axes it has the parts: what the coarser one does not promise, it does not
+either.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from shardwright.errors import PlanError
 MOST_WEIGHTS = 5  # of what is hidden, for each of which a search is made, on any mesh
 CLOSE_TO_BOUND = 5e-3  # a gap, as a share, that is worth no other weights
 CLOSE_TO_TOP = 0.25  # a rise of the bound, as a share of the gap, that is worth no other weights
-RISING = 0.1  # less than such a share of the gap, by which the last search has raised the bound, is worth no other
+RISING = 0.1  # a search that raised the bound by less, as a share of the gap, is the last on its mesh
 CLOSE_WEIGHTS = 1e-3
 PROMISE = 5e-3  # by how much less, as a share, the bound on a finer mesh must be for a search there
 WEIGHT = (0.0, 1.0)  # the least and the largest

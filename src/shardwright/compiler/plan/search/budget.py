@@ -357,17 +357,17 @@ def _beating(below: float, free: Callable[[], Choice], solve: Solve, budget: Bud
         NothingBelow: where none was found.
     """
     looked_at, found, bound, above = list[Choice](), list[Choice](), -math.inf, -math.inf
-    shown = math.inf  # no larger bound is shown: what costs as much may have been left out by then
+    left_out_from = math.inf  # choices that cost as much are left out, so that no larger bound is proven after that
     if budget.price:
-        shown = min(below, budget.promise)
-        priced_choices, bound, above = solve(budget.price, shown)
-        looked_at += priced_choices
+        left_out_from = min(below, budget.promise)
+        at_price, bound, above = solve(budget.price, left_out_from)
+        looked_at += at_price
     if above < 0:
         try:
             without = free()
         except NothingBelow as nothing:
-            raise NothingBelow(max(bound, min(nothing.bound, shown))) from None
-        bound = max(bound, min(without.bound or 0.0, shown))
+            raise NothingBelow(max(bound, min(nothing.bound, left_out_from))) from None
+        bound = max(bound, min(without.bound or 0.0, left_out_from))
         (found if budget.weigh(without) <= budget.limit_bytes else looked_at).append(without)
     tried = (budget.fewest(choice, budget.limit_bytes) for choice in looked_at)
     found += [choice for choice in tried if choice is not None]
