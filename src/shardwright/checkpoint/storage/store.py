@@ -131,12 +131,16 @@ class Store:
                     found[name] = self.manifest(name)
         return dict(sorted(found.items(), key=lambda item: (_sequence(item[1]), _saved(item[1]), item[0])))
 
-    def _newest(self) -> dict[str, Manifest]:
-        """The newest complete checkpoint with its manifest, the last entry; nothing where there is none.
+    def latest(self) -> str | None:
+        """The name of the newest complete checkpoint, None where there is none.
 
         That is what the pointer says; where the pointer is missing, damaged or names what is not complete, all
         manifests are read.
         """
+        return next(reversed(self._newest()), None)
+
+    def _newest(self) -> dict[str, Manifest]:
+        """The newest complete checkpoint with its manifest, the last entry; nothing where there is none."""
         with contextlib.suppress(OSError, CheckpointError, UnicodeDecodeError):
             name = self.files.read(self.path(LATEST)).decode().removesuffix("\n")
             if _is_name(name):
