@@ -3,8 +3,6 @@
 import subprocess
 import sys
 
-import pytest
-
 STEP = """
 import sys, torch, shardwright as sw
 
@@ -19,7 +17,6 @@ print("shardwright.checkpoint" in sys.modules)
 """
 
 
-@pytest.mark.slow
 def test_a_rank_imports_what_it_needs():
     done = subprocess.run([sys.executable, "-c", STEP], capture_output=True, text=True)
     assert done.stdout.splitlines() == ["[]", "False"], done.stderr
