@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 
 from shardwright.cluster.doctor.reading import HostReading, Unreadable
 
@@ -58,12 +59,16 @@ class HostFinding:
     finding: Finding
 
 
-def _of(severity: Severity) -> Callable[..., Finding]:
-    return lambda text, *remedy: Finding(severity, text, remedy)
+def _finding(severity: Severity, text: str, *remedy: str) -> Finding:
+    return Finding(severity, text, remedy)
 
 
-ok, note, unknown, warning, problem = map(_of, Severity)
-"""Each takes a text and lines to type, and returns a finding of its severity."""
+# Each takes a text and lines to type, and returns a finding of its severity.
+ok = partial(_finding, Severity.OK)
+note = partial(_finding, Severity.NOTE)
+unknown = partial(_finding, Severity.UNKNOWN)
+warning = partial(_finding, Severity.WARNING)
+problem = partial(_finding, Severity.PROBLEM)
 
 
 MISREAD = (Unreadable, ValueError, TypeError, KeyError, IndexError, AttributeError)
