@@ -9,8 +9,9 @@
 The exit code is that of the rank that failed first (128 + N for signal N), 0 where every rank returned 0, and 128 + N
 where the launcher was ended by signal N.
 
-One `Launcher` is one attempt at one job, from its carrier's start to the last word of every supervisor. Whether a job
-that failed begins again is for who made the launcher (`restarts`).
+One `Launcher` is one attempt at one job, from its carrier's start to the last word of every supervisor. Connections to
+other hosts outlive it: who wants to run the job again there makes another `Launcher` with the same carrier. Whether a
+job that failed begins again is for who made the launcher (`restarts`).
 """
 
 from __future__ import annotations
@@ -318,7 +319,10 @@ class Launcher:
             self._fail(cause, cause.rank if cause.rank >= 0 else None, details)
 
     def _look_for_stall(self) -> None:
-        """Ask where the ranks are, once they have been quiet for too long; with the answers the job may end."""
+        """Ask where the ranks are, once they have been quiet for too long; with the answers the job ends.
+
+        With ``--on-stall report`` it goes on.
+        """
         if not self.judge.undecided:
             return
         if self.stall.should_hint():

@@ -17,7 +17,10 @@ MakeCarrier = Callable[[LaunchOptions, RemoteOptions], SshCarrier]
 
 
 class RemoteAttempts:
-    """Makes the carrier of each attempt: of all hosts, or where the job is elastic of those that can be used then."""
+    """Makes the carrier of each attempt: of all hosts, or where the job is elastic of those that can be used then.
+
+    All hosts of the job are asked at each restart, so that one that has come back takes part again.
+    """
 
     def __init__(self, options: LaunchOptions, remote: RemoteOptions, make_carrier: MakeCarrier) -> None:
         self.options, self.remote, self.make_carrier = options, remote, make_carrier

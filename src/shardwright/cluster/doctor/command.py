@@ -104,7 +104,10 @@ def to_json(found: Sequence[HostFinding], hosts: Sequence[str]) -> str:
 
 
 def fix_script(found: Sequence[HostFinding], readings: Mapping[str, HostReading]) -> str:
-    """Return the lines to type as a script for sh, with those commented out that a person is to decide on."""
+    """Return a script for sh with the lines to type, to be read and run on each host by a person.
+
+    Commented out are notes, what a script could not do for the shell of the person, and what would end running jobs.
+    """
     lines = [
         "#!/bin/sh",
         "# What `shardwright doctor` found to type. Nothing of it was run. Read it, then run it on each host.",

@@ -193,7 +193,10 @@ def _library_folder(path: str) -> dict[str, Any]:
 
 
 def _nccl() -> dict[str, Any] | None:
-    """Return the NCCL that torch would load, tried in a process of its own; None where there is no library."""
+    """Return the NCCL that torch would load, tried in a process of its own; None where there is no library.
+
+    Of several packages it is that of the CUDA that torch was built for.
+    """
     fitting = sources.nccl_package((_torch_cuda() or "").partition(".")[0])
     for name in sorted(sources.NCCL_PACKAGES, key=lambda name: name != fitting):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

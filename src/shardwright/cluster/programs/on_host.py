@@ -12,7 +12,10 @@ from shardwright.errors import ShardwrightError
 
 
 def answer_orders(answers: Mapping[str, Callable[[dict[str, Any]], Any]]) -> None:
-    """Answer each order, other than ``hello``, by the function of its name, or else by the error."""
+    """Answer each order by the function of its name, until there are no more.
+
+    An error is told in place of the answer. The order ``hello`` needs no function.
+    """
     known = {"hello": lambda _: {}, **answers}
     with os.fdopen(os.dup(0), "rb") as orders:
         for line in orders:

@@ -28,7 +28,10 @@ _LINE_S = 10.0  # between two lines where there is no terminal
 
 
 def watch(word: str | None, log_dir: Path) -> int:
-    """Watch a job of this host until it ends, and return its exit code. Raises `UsageError` for none or several."""
+    """Watch a job of this host until it ends, and return its exit code.
+
+    Raises `UsageError` where there is no such job, or several may be meant.
+    """
     return show(WatchedJob(_the_one() if word is None else folder_of(word, log_dir)).snapshot)
 
 
@@ -88,7 +91,10 @@ def _in_lines(look: TakeSnapshot, every_s: float) -> Snapshot:
 
 
 def folder_of(word: str, log_dir: Path) -> Path:
-    """Return the folder of a job that runs here, of one in ``log_dir``, or the one named. Raises `UsageError`."""
+    """Return the folder of a job that runs here, of one in ``log_dir``, or the one that is named.
+
+    Raises `UsageError` where there is none, or several are named so.
+    """
     named = [record for record in known_jobs() if record.lives and record.name == word]
     if len(named) > 1:
         listed = "\n".join(f"  {record.folder}" for record in named)

@@ -19,7 +19,10 @@ _MOST_RANKS = 64
 
 
 def report(folder: Path, html: Path | None) -> None:
-    """Print what the job in ``folder`` has done, or write its page. Raises `UsageError`."""
+    """Print what the job in ``folder`` has done, or write its page.
+
+    Raises `UsageError` where the folder is no job's, or the page cannot be written.
+    """
     now, job = WatchedJob(folder).snapshot(), JobFolder(folder)
     histories = [history(job, seen.rank) for seen in now.ranks]
     for damage in filter(None, (one.damage for one in histories)):

@@ -203,7 +203,10 @@ def read_py_spy(said: bytes, pid: int) -> tuple[Stack, ...]:
 
 
 def _with_faulthandler(observations: dict[int, Observation], targets: Mapping[int, Target]) -> dict[int, Observation]:
-    """Add the stacks that ranks write themselves, all asked at once; a stopped one would answer too late."""
+    """Add the stacks that ranks write themselves.
+
+    All are asked at once; a stopped process would answer when it continues, and is not asked.
+    """
     asked: dict[int, PulseFile] = {}
     result = dict(observations)
     for rank, seen in observations.items():

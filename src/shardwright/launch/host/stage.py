@@ -70,7 +70,10 @@ class Stage:
         return cls(tuple(sorted(entries, key=lambda entry: Path(entry.path).parts)), keep)
 
     def orders(self) -> Iterator[bytes]:
-        """Yield the orders for an agent, for which files are read as they are taken. Raises `OSError`."""
+        """Yield the orders for an agent, in pieces.
+
+        Files are read as the pieces are taken; one that has vanished raises `OSError`.
+        """
         yield encode(StageBegin(self.size_bytes, len(self.entries), self.keep))
         for entry in self.entries:
             order = StageEntry(entry.path, entry.kind, entry.mode, entry.time_s)

@@ -153,7 +153,10 @@ def replace_file(path: Path, value: object) -> None:
 
 
 def create_job_folder(log_dir: Path, name: str | None) -> JobFolder:
-    """Make a new folder for ``name``, or for the lowest number that no job has. Raises `UsageError`."""
+    """Make a new folder for ``name``, or for the lowest number that no job has.
+
+    Raises `UsageError` where the name cannot be one, is taken, or the folder cannot be written.
+    """
     if name is not None:
         check_job_name(name)
     try:

@@ -75,7 +75,10 @@ _SHORTEST_LEASE_S = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class HostSettings:
-    """The settings of all hosts; after ``lease_s`` of silence each side gives the other up."""
+    """The settings of all hosts. ``lease_s`` is the silence after which each side gives the other up.
+
+    Without ``collect_logs`` the logs stay on the hosts of their ranks.
+    """
 
     oversubscribe: bool = False
     interface: str | None = None

@@ -15,7 +15,10 @@ from shardwright.launch.hangs.stacks import Target, encode_observations, observe
 
 
 class Progress:
-    """The signs of life of ranks; ``wake`` ends the wait of the supervisor's loop."""
+    """The signs of life of ranks.
+
+    ``stall_s`` is the silence after which the launcher will ask; ``wake`` ends the wait of the supervisor's loop.
+    """
 
     def __init__(self, stall_s: float, pulses: Mapping[int, PulseFile], wake: Callable[[], object]) -> None:
         self.interval_s = min(1.0, stall_s / 8)

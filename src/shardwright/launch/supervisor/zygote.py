@@ -150,7 +150,10 @@ def _hide_our_frames(error: BaseException) -> None:
 
 
 def _write_error_file(error: Exception, happened_s: float) -> None:
-    """Write the error in torchelastic's format, whole or not at all, unless the script did."""
+    """Write the error in torchelastic's format, unless the script did: the launcher orders failures by its time.
+
+    The file is there whole or not at all, since others may fail meanwhile, and the launcher then reads it.
+    """
     message = {
         "message": f"{type(error).__name__}: {error}",
         "extraInfo": {
